@@ -1,0 +1,445 @@
+"""The fused kernels on a GPU: right, and how far from what the memory allows.
+
+    python benchmarks/kernels/run.py [--json FILE] [--quick]
+
+For the Qwen3.5-4B shape (24 Gated DeltaNet layers, 16 key and 32 value heads of 128, 3 drafts at
+most). Times are medians over replays of a graph that launches the kernel once for each of the
+layers, each with its own pools; floors are the bytes that must move over the copy rate measured in
+the same run. Random inputs.
+"""
+
+# Closures over loop variables run before the loop goes on.
+# ruff: noqa: B023, PLR2004
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from headrace.ops.gated_delta_decode import MixerWeights, Ring, fused, reference
+from headrace.ops.paged_decode import fused as attention
+from headrace.ops.paged_decode import reference as reference_attention
+from headrace.ops.state_columns import StatePool
+from headrace.ops.state_columns import fused as fused_columns
+from headrace.ops.state_columns import reference as reference_columns
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+HK, HV, K, V, TAPS, DRAFTS = 16, 32, 128, 128, 4, 3
+F = 2 * HK * K + HV * V
+LAYERS = 24
+INTERVAL, RING = 16, 32
+ENTRIES = TAPS - 1 + DRAFTS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Columns:
+    """Rows of the columns scheme."""
+
+    window_blocks: Tensor
+    accepted: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Replay:
+    """Rows of the replay scheme."""
+
+    base_block: Tensor
+    base_len: Tensor
+    computed: Tensor
+    write_block: Tensor
+    write_len: Tensor
+    ring_block: Tensor
+
+
+def time_us(run: Callable[[], None], *, repeats: int = 12) -> float:
+    """Median time of a captured graph of what `run` launches."""
+    # What the inputs are made by must be done before another stream reads them.
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return statistics.median(times)
+
+
+def copy_rate() -> float:
+    """Bytes read and written per second by a large copy."""
+    a = torch.empty(1 << 30, dtype=torch.int32, device="cuda").random_()
+    b = torch.empty_like(a)
+    # A kernel and not a copy: graphs hand copies to an engine that reaches 2.8 TB/s only.
+    return 2 * a.numel() * 4 / (time_us(lambda: torch.neg(a, out=b)) * 1e-6)
+
+
+def weights(device: str, heads: tuple[int, int], dtype: torch.dtype) -> MixerWeights:
+    """Random weights with gates as in a trained model."""
+    hk, hv = heads
+    channels = 2 * hk * K + hv * V
+    decay = -torch.exp(torch.rand(hv) * 3 - 4)
+    return MixerWeights(
+        conv=(torch.randn(TAPS, channels) * 0.5).to(device, dtype),
+        gate_bias=torch.cat((torch.zeros(hv), torch.rand(hv) * 3 - 3)).to(device),
+        gate_factor=torch.cat((-torch.ones(hv), decay)).to(device),
+        unit_scale=torch.cat((torch.full((hk,), K**-0.5), torch.ones(hk))).to(device),
+        norm=(1 + 0.1 * torch.randn(V)).to(device),
+        norm_eps=1e-6,
+    )
+
+
+def rows_of(scheme: str, batch: int, query: int, device: str) -> tuple[Tensor, Tensor, Any]:
+    """Token index, lengths and rows: columns with mixed accepted counts, replay in all phases."""
+    index = torch.arange(batch * query, device=device).view(batch, query)
+    lens = torch.full((batch,), query, device=device)
+    if scheme == "columns":
+        blocks = 1 + torch.arange(batch * (1 + DRAFTS), dtype=torch.int32, device=device)
+        accepted = 1 + torch.arange(batch, dtype=torch.int32, device=device) % query
+        return index, lens, Columns(window_blocks=blocks.view(batch, -1), accepted=accepted)
+    block = 1 + torch.arange(batch, dtype=torch.int32, device=device)
+    # Pending 1 .. 16: a sixteenth of the rows writes its base.
+    pending = 1 + torch.arange(batch, device=device) % INTERVAL
+    if batch == 1:
+        pending += INTERVAL // 2 - 1
+    base = torch.full((batch,), 4 * INTERVAL, device=device)
+    rows = Replay(
+        base_block=block,
+        base_len=base,
+        computed=base + pending,
+        write_block=block,
+        write_len=base + INTERVAL,
+        ring_block=block,
+    )
+    return index, lens, rows
+
+
+def pools_of(
+    batch: int, heads: tuple[int, int], layers: int, dtype: torch.dtype, device: str, scheme: str
+) -> tuple[Tensor, Tensor, Ring | None]:
+    """Random pools of all layers."""
+    hk, hv = heads
+    channels = 2 * hk * K + hv * V
+    blocks = 1 + batch * (1 + DRAFTS if scheme == "columns" else 1)
+    window = torch.randn(layers, blocks, ENTRIES, channels, device=device).to(torch.bfloat16)
+    state = torch.empty(layers, blocks, hv, V, K, dtype=dtype, device=device)
+    for layer in range(layers):
+        state[layer].normal_()
+    if scheme == "columns":
+        return window, state, None
+    updates = torch.randn(layers, 1 + batch, RING, hk * K + hv * V + 2 * hv, device=device).mul_(
+        0.1
+    )
+    updates[..., -2 * hv :].uniform_(0.5, 1.0)
+    inputs = torch.randn(layers, 1 + batch, RING, channels, device=device).to(torch.bfloat16)
+    return window, state, Ring(inputs=inputs, updates=updates, interval=INTERVAL)
+
+
+def floor_bytes(scheme: str, batch: int, query: int, dtype: torch.dtype) -> float:
+    """Bytes that one layer must move."""
+    state = HV * V * K * dtype.itemsize
+    tokens = batch * query * (2 * F + 2 * 2 * HV * V + 4 * HV)
+    if scheme == "columns":
+        window = batch * 2 * 2 * (TAPS - 1) * F
+        return batch * state * (1 + query) + window + tokens
+    update = 4 * (HK * K + HV * V + 2 * HV)
+    pending = (1 + INTERVAL) / 2
+    ring = batch * (update * (pending + query) + 2 * F * (TAPS - 1 + query))
+    return batch * state * (1 + 1 / INTERVAL) + ring + tokens
+
+
+def bench_decode(rate: float, *, quick: bool) -> list[dict[str, Any]]:
+    """Times by scheme, dtype of the state, batch and tokens of a row."""
+    results = []
+    default = fused.MIN_PROGRAMS
+    for scheme in ("columns", "replay"):
+        for dtype in (torch.float32, torch.bfloat16):
+            for batch in (1, 32, 128) if quick else (1, 32, 128, 256):
+                layers = LAYERS if batch < 128 else 4
+                window, state, ring = pools_of(batch, (HK, HV), layers, dtype, "cuda", scheme)
+                w = weights("cuda", (HK, HV), torch.bfloat16)
+                for query in (1, 1 + DRAFTS):
+                    index, lens, rows = rows_of(scheme, batch, query, "cuda")
+                    tokens = batch * query
+                    x = torch.randn(tokens, F + HV * V + 2 * HV, device="cuda").to(torch.bfloat16)
+                    parts = x.split((F, HV * V, 2 * HV), dim=-1)
+                    out = torch.empty(tokens, HV * V, dtype=torch.bfloat16, device="cuda")
+
+                    def run() -> None:
+                        for layer in range(layers):
+                            own = ring and Ring(
+                                inputs=ring.inputs[layer],
+                                updates=ring.updates[layer],
+                                interval=INTERVAL,
+                            )
+                            fused.gated_delta_decode(
+                                *parts, w, window[layer], state[layer], index, lens, rows, out,
+                                ring=own,
+                            )  # fmt: skip
+
+                    floor = floor_bytes(scheme, batch, query, dtype) / rate * 1e6
+                    for launches in (1, 3):
+                        fused.MIN_PROGRAMS = 0 if launches == 1 else 1 << 30
+                        us = time_us(run) / layers
+                        results.append(
+                            {
+                                "case": f"gated_delta_decode {scheme}",
+                                "state": str(dtype).removeprefix("torch."),
+                                "batch": batch,
+                                "tokens_per_row": query,
+                                "launches": launches,
+                                "us_per_layer": round(us, 2),
+                                "floor_us": round(floor, 2),
+                                "share_of_floor": round(floor / us, 3),
+                            }
+                        )
+                        print(json.dumps(results[-1]), flush=True)
+    fused.MIN_PROGRAMS = default
+    return results
+
+
+def check_decode() -> list[dict[str, Any]]:
+    """Relative error of the kernel on the GPU against the specification on the CPU."""
+    results = []
+    heads = (4, 8)
+    channels = 2 * heads[0] * K + heads[1] * V
+    for scheme in ("columns", "replay"):
+        for dtype in (torch.float32, torch.bfloat16):
+            batch, query = 17, 3
+            pools = pools_of(batch, heads, 1, dtype, "cpu", scheme)
+            w = weights("cpu", heads, torch.bfloat16)
+            index, lens, rows = rows_of(scheme, batch, query, "cpu")
+            lens[5] = 0
+            lens[6] = 1
+            x = torch.randn(batch * query, channels + heads[1] * V + 2 * heads[1])
+            parts = x.to(torch.bfloat16).split((channels, heads[1] * V, 2 * heads[1]), dim=-1)
+
+            def run(
+                op: Any,  # noqa: ANN401  either implementation
+                device: str,
+                *,
+                pools: Any = pools,  # noqa: ANN401
+                w: Any = w,  # noqa: ANN401
+                inputs: Any = (parts, index, lens, rows, batch * query),  # noqa: ANN401
+            ) -> list[Tensor]:
+                def move(value: Any) -> Any:  # noqa: ANN401
+                    if isinstance(value, torch.Tensor):
+                        return value.clone().to(device)
+                    if hasattr(value, "__dataclass_fields__"):
+                        fields = value.__dataclass_fields__
+                        return type(value)(**{f: move(getattr(value, f)) for f in fields})
+                    return value
+
+                window, state, ring = (move(pool) for pool in pools)
+                projected, places, lengths, batch_rows, count = inputs
+                own = ring and Ring(
+                    inputs=ring.inputs[0], updates=ring.updates[0], interval=INTERVAL
+                )
+                out = torch.zeros(count, heads[1] * V, device=device)
+                op.gated_delta_decode(
+                    *(move(p) for p in projected), move(w), window[0], state[0], move(places),
+                    move(lengths), move(batch_rows), out, ring=own,
+                )  # fmt: skip
+                tensors = [out, window, state] + ([own.inputs, own.updates] if own else [])
+                return [t.float().cpu() for t in tensors]
+
+            got, want = run(fused, "cuda"), run(reference, "cpu")
+            errors = [float((a - b).norm() / b.norm()) for a, b in zip(got, want, strict=True)]
+            results.append(
+                {
+                    "case": f"gated_delta_decode {scheme} against its specification",
+                    "state": str(dtype).removeprefix("torch."),
+                    "relative_error_out_window_state_ring": [f"{e:.1e}" for e in errors],
+                }
+            )
+            print(json.dumps(results[-1]), flush=True)
+    return results
+
+
+def columns_case(batch: int, device: str, *, moving: bool) -> dict[str, Any]:
+    """A premove in which all rows move, or none."""
+    block_size = 64
+    computed = torch.full((batch,), 128 if moving else 130, device=device)
+    return {
+        "computed": computed,
+        "scheduled": torch.full((batch,), 1, device=device),
+        "accepted": torch.full((batch,), 3 if moving else 1, dtype=torch.int32, device=device),
+        "state_column": torch.full((batch,), 1 if moving else 2, dtype=torch.int32, device=device),
+        "block_size": block_size,
+        "max_accepted": DRAFTS + 1,
+    }
+
+
+def check_columns() -> list[dict[str, Any]]:
+    """Bit-for-bit comparison of the moves on the GPU with the reference."""
+    batch, columns = 33, 8
+    results = []
+    for moving in (True, False):
+        window = torch.randn(2, 1 + batch * columns, ENTRIES, 512).to(torch.bfloat16)
+        state = torch.randn(2, 1 + batch * columns, 4, 64, 64)
+        table = torch.arange(1, 1 + batch * columns, dtype=torch.int32).view(batch, columns)
+        outcomes = []
+        for op, device in ((reference_columns, "cpu"), (fused_columns, "cuda")):
+            pools = (
+                StatePool(tensor=window.clone().to(device), kind="window"),
+                StatePool(tensor=state.clone().to(device), kind="recurrent"),
+            )
+            case = columns_case(batch, device, moving=moving)
+            out = case["accepted"].clone(), case["state_column"].clone()
+            op.premove(
+                pools, table.to(device), **case, accepted_out=out[0], state_column_out=out[1]
+            )
+            outcomes.append([t.cpu() for t in (pools[0].tensor, pools[1].tensor, *out)])
+        same = all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
+        results.append({"case": f"state_columns premove moving={moving}", "equal_bits": same})
+        print(json.dumps(results[-1]), flush=True)
+    return results
+
+
+def bench_columns(rate: float) -> list[dict[str, Any]]:
+    """One launch for all layers: every row moves, or none does."""
+    results = []
+    for batch in (1, 32, 128, 256):
+        columns = 8
+        layers = LAYERS if batch <= 32 else 6
+        window = torch.zeros(layers, 1 + batch * 5, ENTRIES, F, dtype=torch.bfloat16, device="cuda")
+        state = torch.zeros(layers, 1 + batch * 5, HV, V, K, dtype=torch.bfloat16, device="cuda")
+        window.normal_()
+        for layer in range(layers):
+            state[layer].normal_()
+        table = torch.zeros(batch, columns, dtype=torch.int32, device="cuda")
+        table[:, 1:6] = torch.arange(1, 1 + batch * 5, device="cuda").view(batch, 5)
+        pools = (
+            StatePool(tensor=window, kind="window"),
+            StatePool(tensor=state, kind="recurrent"),
+        )
+        for moving in (True, False):
+            case = columns_case(batch, "cuda", moving=moving)
+            out = case["accepted"].clone(), case["state_column"].clone()
+
+            def run() -> None:
+                fused_columns.premove(
+                    pools, table, **case, accepted_out=out[0], state_column_out=out[1]
+                )
+
+            us = time_us(run)
+            size = layers * batch * 2 * 2 * (ENTRIES * F + HV * V * K) if moving else 0
+            floor = size / rate * 1e6
+            results.append(
+                {
+                    "case": "state_columns premove",
+                    "moving": "all" if moving else "none",
+                    "batch": batch,
+                    "layers": layers,
+                    "us": round(us, 2),
+                    "floor_us": round(floor, 2),
+                    "share_of_floor": round(floor / us, 3),
+                }
+            )
+            print(json.dumps(results[-1]), flush=True)
+    return results
+
+
+def bench_attention(rate: float) -> list[dict[str, Any]]:
+    """Decode attention of one layer: 16 query and 4 KV heads of 256, 1,024 tokens of context."""
+    results = []
+    heads, kv_heads, size, page, length = 16, 4, 256, 64, 1024
+    for batch in (1, 32, 128, 256):
+        blocks = 1 + batch * length // page
+        k, v = (
+            torch.randn(4, blocks, page, kv_heads, size, device="cuda").to(torch.bfloat16)
+            for _ in range(2)
+        )
+        order = 1 + torch.randperm(blocks - 1, device="cuda").to(torch.int32)
+        for query in (1, 1 + DRAFTS):
+            index = torch.arange(batch * query, device="cuda").view(batch, query)
+            q = torch.randn(batch * query, heads, size, device="cuda").to(torch.bfloat16)
+            given = (
+                order.view(batch, -1),
+                index,
+                torch.full((batch,), query, device="cuda"),
+                torch.full((batch,), length, device="cuda"),
+                length,
+            )
+            out = torch.empty_like(q)
+
+            def run() -> None:
+                for layer in range(4):
+                    attention.paged_decode(q, k[layer], v[layer], *given, out)
+
+            us = time_us(run) / 4
+            want = torch.empty_like(q)
+            if batch <= 32:
+                reference_attention.paged_decode(q, k[3], v[3], *given, want)
+            floor = batch * length * kv_heads * size * 2 * 2 / rate * 1e6
+            results.append(
+                {
+                    "case": "paged_decode",
+                    "batch": batch,
+                    "tokens_per_row": query,
+                    "context": length,
+                    "us_per_layer": round(us, 2),
+                    "floor_us": round(floor, 2),
+                    "share_of_floor": round(floor / us, 3),
+                    "relative_error": f"{float((out - want).norm() / want.norm()):.1e}"
+                    if batch <= 32
+                    else None,
+                }
+            )
+            print(json.dumps(results[-1]), flush=True)
+    return results
+
+
+def main() -> None:
+    """Run everything and print JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args()
+    import triton  # noqa: PLC0415
+
+    torch.manual_seed(0)
+    checks = check_columns() + check_decode()
+    rate = copy_rate()
+    print(json.dumps({"copy_tb_per_s": round(rate / 1e12, 3)}), flush=True)
+    rows = bench_attention(rate) + bench_columns(rate) + bench_decode(rate, quick=options.quick)
+    report = {
+        "command": "python benchmarks/kernels/run.py",
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+        },
+        "device": torch.cuda.get_device_name(),
+        "copy_bytes_per_s": rate,
+        "model": "Qwen3.5-4B shape, one Gated DeltaNet layer",
+        "checks": checks,
+        "rows": rows,
+    }
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    sys.stdout.write(f"{len(rows)} rows\n")
+
+
+if __name__ == "__main__":
+    main()

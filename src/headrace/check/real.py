@@ -1,0 +1,415 @@
+"""The real engine as a target: every request served on the simulated device equals the reference.
+
+A seed decides everything: the model's weights, layout, scheme, drafter, depth, pool sizes, budget,
+prompts with shared prefixes, several completions of one prompt, grammars, arrivals, aborts,
+preemptions, forks of generating sequences and cache resets. The models are tiny and made so that
+their state matters; the grid and the state blocks are 16 tokens, so that chunk ends, columns and
+checkpoints come often.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+
+from headrace.check.token_rules import TokenRules
+from headrace.config import EngineConfig
+from headrace.engine.engine import Engine
+from headrace.engine.load import load_parts
+from headrace.engine.sequence import Sequence
+from headrace.models.reference_loop import greedy, run_reference
+from headrace.sampling_params import SamplingParams, completion_seed
+from headrace.testing import tiny_family
+from headrace.worker.sampler import SamplingTensors, sample
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headrace import rt
+
+VOCAB = 48
+GRID = 16
+NUM_MTP_MODELS = 2
+"""The first models are alike and have an MTP head; the others show what else there is."""
+_MAX_LEN = 96
+_FIRST_FORK = 10**6
+"""Sequences that the workload forks have ids of their own."""
+_QWEN: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+}
+_MODELS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("qwen3_5", _QWEN),
+    ("qwen3_5", _QWEN),
+    ("granite", {"num_hidden_layers": 2, "layer_types": ["mamba", "attention"]}),
+    ("lfm2", {"num_hidden_layers": 2, "full_attn_idxs": [1]}),
+    # Nothing attends: its KV blocks hold token ids and no more.
+    ("falcon_mamba", {"num_hidden_layers": 2}),
+    # A state and keys in every layer; an MTP head of several layers; blocks that layers share.
+    ("falcon_h1", {"num_hidden_layers": 2}),
+    ("nemotron_h", {"num_hidden_layers": 3, "hybrid_override_pattern": "M*E"}),
+    (
+        "zamba2",
+        {
+            "num_hidden_layers": 2,
+            "layers_block_type": ["mamba", "hybrid"],
+            "hybrid_layer_ids": [1],
+        },
+    ),
+    # Values are the beginnings of keys: one of the two KV pools is empty.
+    (
+        "kimi_linear",
+        {
+            "num_hidden_layers": 2,
+            "linear_attn_config": None,
+            "linear_head_dim": 12,
+            "linear_num_heads": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
+    # A state without a convolution window.
+    (
+        "minimax",
+        {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    ),
+)
+_WITH_MTP = (*range(NUM_MTP_MODELS), 6)
+_NUM_MODELS = len(_MODELS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RealRequest:
+    """One request of a workload.
+
+    Attributes:
+        prompt: Its tokens.
+        num_tokens: Tokens to generate.
+        num_completions: Sequences that fork off its prompt; several draw their tokens.
+        seed: Of their noise.
+        rules: Key of the grammar that its outputs follow, or 0.
+        arrival: Engine step at which it is added.
+        abort_after: Steps after arrival at which it is aborted, or None.
+    """
+
+    prompt: tuple[int, ...]
+    num_tokens: int
+    num_completions: int
+    seed: int
+    rules: int
+    arrival: int
+    abort_after: int | None
+
+    @property
+    def temperature(self) -> float:
+        """Completions that differ show it if one takes another's blocks."""
+        return 0.0 if self.num_completions == 1 else 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RealWorkload:
+    """Everything a seed decides.
+
+    Attributes:
+        config: The engine's settings.
+        model_seed: Which model.
+        requests: In order of arrival.
+        preempt_at: Steps before which the youngest running sequence is preempted.
+        reset_at: Steps before which the prefix cache is reset.
+        fork_at: Steps before which a sequence forks off a generating one that has no step in
+            flight, if there is one.
+    """
+
+    config: EngineConfig
+    model_seed: int
+    requests: tuple[RealRequest, ...]
+    preempt_at: frozenset[int]
+    reset_at: frozenset[int]
+    fork_at: frozenset[int]
+
+
+def generate_real(seed: int) -> RealWorkload:
+    """Make the workload of a seed."""
+    rng = random.Random(seed)  # noqa: S311 - a workload, no secret
+    forks = random.Random(seed + 1)  # noqa: S311
+    grammars = random.Random(seed + 2)  # noqa: S311
+    drafter = rng.choice(
+        ["none", "scripted:1", "scripted:3", "scripted:5", "ngram:3", "mtp:2", "draft:x:2"]
+    )
+    num_drafts = 0 if drafter == "none" else int(drafter[-1])
+    scheme: Literal["columns", "replay"] = rng.choice(("columns", "replay"))
+    intervals = [n for n in (1, 2, 4, 8, 16) if n > num_drafts]
+    is_tight = rng.random() < 0.5  # noqa: PLR2004
+    config = EngineConfig(
+        model="tiny",
+        device="cpu",
+        max_num_seqs=rng.choice([2, 3, 5]),
+        max_num_batched_tokens=rng.choice([16, 24, 48, 128]),
+        max_model_len=_MAX_LEN,
+        block_size=8,
+        scan_grid=GRID,
+        state_block_size=rng.choice([16, 16, 32]),
+        num_kv_blocks=rng.choice([15, 18, 24]) if is_tight else 80,
+        num_state_blocks=(10 + num_drafts) if is_tight else 48,
+        prefix_cache=rng.choice(["align", "align", "align", "none"]),
+        checkpoint_retention=rng.choice(["latest", "latest", "all", "every:32"]),
+        batch_layout=rng.choice(["slots", "compact"]),
+        state_scheme=scheme,
+        replay_interval=rng.choice(intervals) if scheme == "replay" else None,
+        speculative=drafter,
+        async_scheduling=rng.random() < 0.8,  # noqa: PLR2004
+        check_invariants=True,
+    )
+    shared = [rng.randrange(2, VOCAB) for _ in range(_MAX_LEN)]
+    requests = []
+    for _ in range(rng.randrange(3, 7)):
+        length = rng.choice([1, 2, 3, 1 + num_drafts, 15, 16, 17, 31, 33, rng.randrange(1, 60)])
+        common = min(length, rng.choice([0, 0, 8, 16, 20, 32, 48]))
+        own = [rng.randrange(2, VOCAB) for _ in range(length - common)]
+        requests.append(
+            RealRequest(
+                prompt=tuple(shared[:common] + own),
+                num_tokens=rng.choice([1, 2, 5, 9, 14]),
+                num_completions=forks.choice([1, 1, 1, 1, 2, 3]),
+                seed=forks.randrange(2**31),
+                rules=grammars.choice([0, 0, 0, grammars.randrange(1, 2**15)]),
+                arrival=rng.choice([0, 0, 1, 2, 4, 7, 12]),
+                abort_after=rng.randrange(0, 8) if rng.random() < 0.15 else None,  # noqa: PLR2004
+            )
+        )
+    requests.sort(key=lambda request: request.arrival)
+    steps = range(1, 25)
+    return RealWorkload(
+        config=config,
+        model_seed=rng.choice(_WITH_MTP if drafter.startswith("mtp") else range(_NUM_MODELS)),
+        requests=tuple(requests),
+        preempt_at=frozenset(rng.sample(steps, rng.choice([0, 0, 1, 2]))),
+        reset_at=frozenset(rng.sample(steps, rng.choice([0, 0, 0, 1]))),
+        fork_at=frozenset(forks.sample(steps, 8)),
+    )
+
+
+class RealTarget:
+    """headrace's own engine."""
+
+    name = "engine"
+    kinds: tuple[str, ...] = (
+        "kv_block",
+        "recurrent_state",
+        "conv_window",
+        "ring",
+        "accepted_counts",
+        "sampled_tokens",
+        "staging_slot",
+        "landing_slot",
+    )
+    overlaps: tuple[str, ...] = (
+        "forward with forward",
+        "forward with input copy",
+        "forward with read-back",
+        "forward with slot reuse",
+        "forward with row compaction",
+    )
+    min_accesses_per_step = 40.0
+
+    def __init__(self) -> None:
+        self.num_steady_steps = 0
+        self.num_early_steps = 0
+
+    def run(self, runtime: rt.Runtime, seed: int) -> list[str]:
+        """See `Target.run`."""
+        workload = generate_real(seed)
+        engine = make_engine(workload, runtime)
+        answers = serve(workload, engine)
+        runtime.finish()
+        is_async = workload.config.async_scheduling
+        self.num_steady_steps = engine.num_steady_steps if is_async else 0
+        self.num_early_steps = engine.num_early_enqueues if is_async else 0
+        return [
+            f"{text} in workload {seed} with {workload.config}"
+            for text in wrong_answers(workload, answers)
+        ]
+
+
+def make_engine(workload: RealWorkload, runtime: rt.Runtime) -> Engine:
+    """Build the engine of a workload on a runtime."""
+    draft = model_of(workload.model_seed + _NUM_MODELS)
+    parts = load_parts(
+        workload.config, model=model_of(workload.model_seed), draft_model=draft, runtime=runtime
+    )
+    return Engine(workload.config, parts=parts)
+
+
+@dataclass(slots=True)
+class Answers:
+    """What a workload gave.
+
+    Attributes:
+        tokens: Of each request, each completion.
+        forks: Sequences that forked off a generating one, and which completion that was.
+    """
+
+    tokens: list[list[list[int]]]
+    forks: list[tuple[Sequence, int, int]]
+
+
+def wrong_answers(workload: RealWorkload, answers: Answers) -> list[str]:
+    """One sentence for each completion or fork that differs from the plain loop's tokens."""
+    wrong = []
+    for index, (request, tokens) in enumerate(zip(workload.requests, answers.tokens, strict=True)):
+        for place, got in enumerate(tokens):
+            expected = reference(workload.model_seed, request, place)
+            is_short = request.abort_after is None and len(got) != len(expected)
+            if got != expected[: len(got)] or is_short:
+                wrong.append(
+                    f"completion {place} of request {index} got {got} instead of {expected}"
+                )
+    for seq, index, place in answers.forks:
+        expected = reference(workload.model_seed, workload.requests[index], place)
+        if seq.output_token_ids != expected:
+            wrong.append(
+                f"a fork of completion {place} of request {index} got {seq.output_token_ids} "
+                f"instead of {expected}"
+            )
+    return wrong
+
+
+def serve(workload: RealWorkload, engine: Engine) -> Answers:
+    """Serve every request; returns the tokens each one got."""
+    answers: list[list[list[int]]] = [[] for _ in workload.requests]
+    forks: list[tuple[Sequence, int, int]] = []
+    rng = random.Random(workload.model_seed)  # noqa: S311
+    waiting = list(enumerate(workload.requests))
+    aborts: dict[int, list[int]] = {}
+    step = 0
+    while waiting or engine.has_work():
+        while waiting and waiting[0][1].arrival <= step:
+            index, request = waiting.pop(0)
+            _add(engine, workload, index, request, rng)
+            if request.abort_after is not None:
+                aborts.setdefault(step + request.abort_after, []).append(index)
+        for index in aborts.pop(step, []):
+            output = engine.abort(str(index))
+            if output is not None:
+                answers[index] = [list(done.token_ids) for done in output.outputs]
+        forks.extend(_disturb(engine, workload, step, rng))
+        for output in engine.step():
+            if output.outputs:
+                answers[int(output.request_id)] = [list(done.token_ids) for done in output.outputs]
+        step += 1
+    return Answers(answers, forks)
+
+
+def _add(
+    engine: Engine, workload: RealWorkload, index: int, request: RealRequest, rng: random.Random
+) -> None:
+    params = SamplingParams(
+        n=request.num_completions, temperature=request.temperature, seed=request.seed,
+        max_tokens=request.num_tokens, ignore_eos=True,
+    )
+    added = engine.add_request(
+        str(index), list(request.prompt), params,
+        grammar=TokenRules(request.rules, VOCAB) if request.rules else None,
+    )
+    if engine.worker.drafter == "scripted":
+        most = engine.parts.sizes.max_drafts
+        for place, seq in enumerate(added.sequences):
+            truth = reference(workload.model_seed, request, place)
+            tokens = np.array([*request.prompt, *truth], dtype=np.int64)
+            keep = np.array([rng.randrange(-1, most + 1) for _ in range(_MAX_LEN)], dtype=np.int64)
+            engine.worker.scripts[seq.seq_id] = (tokens, keep)
+
+
+def _disturb(
+    engine: Engine, workload: RealWorkload, step: int, rng: random.Random
+) -> list[tuple[Sequence, int, int]]:
+    """Preempt, forget and fork as the workload says; returns what has forked."""
+    if step in workload.preempt_at and engine.scheduler.running:
+        engine.scheduler.preempt(engine.scheduler.running[-1])
+    if step in workload.reset_at:
+        engine.reset_prefix_cache()
+    return _fork(engine, rng) if step in workload.fork_at else []
+
+
+def _fork(engine: Engine, rng: random.Random) -> list[tuple[Sequence, int, int]]:
+    """Fork a generating sequence that has no step in flight, if there is one."""
+    owners = engine._owner  # noqa: SLF001 - which request a sequence is of
+    ready = [
+        seq for seq in engine.scheduler.running
+        if seq.num_output_tokens and not seq.num_in_flight
+        and seq.num_computed_tokens >= seq.known_end and seq.seq_id in owners
+    ]
+    if not ready:
+        return []
+    parent = rng.choice(ready)
+    request, place = owners[parent.seq_id]
+    child = Sequence(
+        seq_id=_FIRST_FORK + parent.seq_id * _MAX_LEN + parent.num_tokens,
+        prompt=request.prompt_token_ids, params=parent.params, seed=parent.seed,
+        num_groups=len(engine.scheduler.state_pools),
+    )
+    if parent.seq_id in engine.worker.scripts:
+        engine.worker.scripts[child.seq_id] = engine.worker.scripts[parent.seq_id]
+    if not engine.scheduler.fork(parent, child):
+        return []
+    return [(child, int(request.request_id), place)]
+
+
+@lru_cache(maxsize=2 * _NUM_MODELS)
+def model_of(seed: int) -> Any:  # noqa: ANN401 - any class of headrace.models
+    """A tiny model whose state matters."""
+    family, shape = _MODELS[seed % _NUM_MODELS]
+    return tiny_family(family, seed, vocab_size=VOCAB, **shape)
+
+
+@lru_cache(maxsize=4096)
+def _reference(
+    model_seed: int, prompt: tuple[int, ...], num_tokens: int, seed: int | None, rules: int
+) -> tuple[int, ...]:
+    state = TokenRules(rules, VOCAB) if rules else None
+    num_needed = num_tokens
+
+    def choose(logits: Tensor, position: int) -> int:
+        nonlocal num_needed
+        if position - len(prompt) >= num_needed:
+            return 0  # The grammar has ended.
+        if state is not None:
+            logits = logits.masked_fill(~torch.from_numpy(state.allowed()), -torch.inf)
+        token = greedy(logits, position) if seed is None else draw(logits, position)
+        if state is not None and state.advance(token):
+            num_needed = position - len(prompt) + 1
+        return token
+
+    def draw(logits: Tensor, position: int) -> int:
+        assert seed is not None
+        one = torch.ones(1)
+        tensors = SamplingTensors(
+            temperature=one, top_k=torch.tensor([VOCAB]), top_p=2.0 * one, min_p=0.0 * one,
+            seed=torch.tensor([seed - 2**64 if seed >= 2**63 else seed]),
+            position=torch.tensor([position]),
+        )
+        return int(sample(logits[None], tensors, is_all_greedy=False, filters=False)[0])
+
+    run = run_reference(
+        model_of(model_seed), list(prompt), num_tokens, scan_grid=GRID,
+        choose=choose,
+    )
+    return tuple(run.tokens[:num_needed])
+
+
+def reference(model_seed: int, request: RealRequest, completion: int = 0) -> list[int]:
+    """The plain loop's tokens for one completion of a request."""
+    seed = completion_seed(request.seed, completion) if request.temperature else None
+    return list(
+        _reference(model_seed, request.prompt, request.num_tokens, seed, request.rules)
+    )

@@ -1,0 +1,117 @@
+"""Every setting of the engine, parsed once into a frozen value; the only reader of the environment.
+
+Precedence: defaults, then HEADRACE_* variables and config file as the command line resolves them,
+then flags or keyword arguments. "auto" values are resolved by `resolve`, which returns a new value.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ENVIRONMENT_PREFIX = "HEADRACE_"
+
+GRID = 64
+"""Tokens between two points of the absolute scan grid."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Settings of one engine; names equal the command line's flags.
+
+    Args:
+        model: "demo" (the shipped model), a folder, or a hub id.
+        tokenizer: Folder of the tokenizer if not the model's own.
+        served_model_name: Name that clients use; None takes `model`.
+        device: auto, cpu or cuda.
+        dtype: Compute dtype: auto, float32 or bfloat16.
+        state_dtype: Dtype of recurrent state: auto, float32 or bfloat16.
+        kernels: What computes generated tokens: auto, torch (PyTorch operations) or triton (fused
+            kernels). auto takes the kernels on a CUDA device where there are some for the model.
+        max_model_len: Most tokens in a sequence, prompt and output; None takes the model's own.
+        max_num_seqs: Most sequences in one step.
+        max_num_batched_tokens: Most tokens in one step; None means 8192 on a GPU and 1024 on a CPU
+            (more for many sequences with drafts): all that generate wait for a step's prompts.
+        gpu_memory_utilization: Share of the device's memory to use, in (0, 1].
+        tensor_parallel_size: Devices that share each layer.
+        block_size: Tokens per KV block.
+        num_kv_blocks: KV blocks in the pool, null block included; None sizes it from memory.
+        num_state_blocks: State blocks per group, null block included; None sizes it.
+        prefix_cache: none, or align (checkpoints on multiples of state_block_size).
+        state_block_size: Tokens per state column, a multiple of 64 (tests may lower scan_grid).
+        scan_grid: Tokens between absolute scan points; 64 outside tests.
+        checkpoint_retention: latest, every:N or all.
+        max_pinned_share: Most of each pool that requests may spare from eviction, in [0, 1].
+        batch_layout: slots or compact.
+        state_scheme: columns or replay.
+        replay_interval: Tokens between base writes of the replay scheme; None picks by device.
+        speculative: auto, none, mtp:K, ngram:K, draft:PATH:K (tests also: scripted:K).
+        async_scheduling: Prepare step n+1 while step n runs.
+        deterministic: Bitwise equal results; None means on for CPU float32, off elsewhere and
+            with kernels triton.
+        seed: Seed of requests that bring none.
+        max_waiting: Most waiting requests before QueueFullError.
+        check_invariants: Verify pools and tables after every step (tests, debugging).
+        rt_backend: auto, cpu, cuda, sim or cuda_checked.
+    """
+
+    model: str = "demo"
+    tokenizer: str | None = None
+    served_model_name: str | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    state_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    kernels: Literal["auto", "torch", "triton"] = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None
+    gpu_memory_utilization: float = 0.9
+    tensor_parallel_size: int = 1
+    block_size: int = 16
+    num_kv_blocks: int | None = None
+    num_state_blocks: int | None = None
+    prefix_cache: Literal["none", "align"] = "align"
+    state_block_size: int = GRID
+    scan_grid: int = GRID
+    checkpoint_retention: str = "latest"
+    max_pinned_share: float = 0.5
+    batch_layout: Literal["slots", "compact"] = "slots"
+    state_scheme: Literal["columns", "replay"] = "replay"
+    replay_interval: int | None = None
+    speculative: str = "auto"
+    async_scheduling: bool = True
+    deterministic: bool | None = None
+    seed: int = 0
+    max_waiting: int = 4096
+    check_invariants: bool = False
+    rt_backend: str = "auto"
+
+
+def environment_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Read the HEADRACE_* variables: setting in lower case to its text.
+
+    Args:
+        environ: Variables to read instead of the process's own.
+    """
+    variables = os.environ if environ is None else environ
+    return {
+        name.removeprefix(ENVIRONMENT_PREFIX).lower(): value
+        for name, value in variables.items()
+        if name.startswith(ENVIRONMENT_PREFIX)
+    }
+
+
+def user_state_folder(environ: Mapping[str, str] | None = None) -> Path:
+    """Folder for what the command line remembers of its user, as the XDG rules have it.
+
+    Args:
+        environ: Variables to read instead of the process's own.
+    """
+    given = (os.environ if environ is None else environ).get("XDG_STATE_HOME")
+    base = Path(given) if given else Path.home() / ".local" / "state"
+    return base / "headrace"

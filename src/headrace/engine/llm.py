@@ -1,0 +1,307 @@
+"""Offline use: `LLM.generate` and `LLM.chat`, spelled as vLLM's, and `LLM.stream`."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+from headrace.config import EngineConfig
+from headrace.engine.engine import Engine
+from headrace.errors import ConfigError, EngineDeadError, RequestError
+from headrace.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from collections.abc import Sequence as Seq
+    from types import TracebackType
+
+    from headrace.outputs import RequestOutput
+    from headrace.text import ChatTemplate, GenerationDefaults, Tokenizer
+
+    Prompt = str | list[int]
+
+
+def make_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
+    """Build a config from keyword arguments.
+
+    Raises:
+        ConfigError: An option is unknown; the closest name is given.
+    """
+    known = [field.name for field in fields(EngineConfig)]
+    for name in options:
+        if name not in known:
+            close = get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(f"unknown engine option {name!r}{hint}")
+    return EngineConfig(model=model, **options)
+
+
+class LLM:
+    """An engine in this thread.
+
+    Args:
+        model: "demo", a folder, or a hub id.
+        config: Settings; alternatively give them as keyword arguments.
+        engine: An engine that exists already.
+        options: Fields of EngineConfig.
+
+    Raises:
+        ConfigError: A setting is unknown or wrong.
+        ModelError: The model cannot be used.
+    """
+
+    def __init__(
+        self,
+        model: str = "demo",
+        *,
+        config: EngineConfig | None = None,
+        engine: Engine | None = None,
+        **options: Any,  # noqa: ANN401 - fields of EngineConfig
+    ) -> None:
+        if engine is None:
+            engine = Engine(config if config is not None else make_config(model, options))
+        self.engine = engine
+        self._is_shut_down = False
+        self._next_id = 0
+        self._waiting: dict[str, deque[RequestOutput]] = {}
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer, if it has one."""
+        return self.engine.tokenizer
+
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        """The model's chat template, if it has one."""
+        return self.engine.parts.chat_template
+
+    @property
+    def generation_defaults(self) -> GenerationDefaults:
+        """What the checkpoint recommends."""
+        return self.engine.parts.generation_defaults
+
+    @property
+    def config(self) -> EngineConfig:
+        """The resolved settings."""
+        return self.engine.config
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer.
+
+        Raises:
+            ConfigError: It has none.
+        """
+        if self.tokenizer is None:
+            raise ConfigError(f"model {self.config.model!r} has no tokenizer.json")
+        return self.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Complete prompts together.
+
+        Args:
+            prompts: One prompt or several, as text or as token ids.
+            sampling_params: One for all, or one each; the checkpoint's defaults if left out.
+            use_tqdm: Accepted for compatibility.
+
+        Returns:
+            Final outputs, in the prompts' order.
+
+        Raises:
+            RequestError: A prompt or a parameter is wrong; none of the prompts was started.
+        """
+        del use_tqdm
+        many = _as_list(prompts)
+        if sampling_params is None:
+            sampling_params = self.generation_defaults.sampling_params()
+        if not isinstance(sampling_params, (list, tuple)):
+            sampling_params = [sampling_params] * len(many)  # type: ignore[list-item]
+        if len(sampling_params) != len(many):
+            raise RequestError(
+                f"{len(many)} prompts but {len(sampling_params)} sampling_params; give one for "
+                "all or one each", param="sampling_params",
+            )
+        ids: list[str] = []
+        try:
+            for prompt, params in zip(many, sampling_params, strict=True):
+                ids.append(self._add(prompt, params))
+        except BaseException:
+            for request_id in ids:
+                self.engine.abort(request_id)
+            raise
+        self._waiting.update((request_id, deque(maxlen=1)) for request_id in ids)
+        try:
+            return [self._final(request_id) for request_id in ids]
+        finally:
+            self._leave(ids)
+
+    def chat(
+        self,
+        messages: Seq[Mapping[str, Any]] | Seq[Seq[Mapping[str, Any]]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Seq[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several together."""
+        many = [messages] if messages and not isinstance(messages[0], (list, tuple)) else messages
+        prompts = [
+            self.chat_prompt(
+                conversation,  # type: ignore[arg-type]
+                add_generation_prompt=add_generation_prompt,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+                continue_final_message=continue_final_message,
+            )
+            for conversation in many
+        ]
+        return self.generate(prompts, sampling_params)
+
+    def chat_prompt(
+        self,
+        messages: Seq[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Seq[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+    ) -> list[int]:
+        """Token ids of a conversation, as the model's chat template writes it.
+
+        Raises:
+            RequestError: The template refuses the messages, or the model has none.
+        """
+        if self.chat_template is None:
+            raise RequestError(
+                f"model {self.config.model!r} has no chat template; use generate with a prompt",
+                param="messages",
+            )
+        text = self.chat_template.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+        )
+        return self.get_tokenizer().encode(text, add_special_tokens=False)
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Yield one request's outputs as they come; closing the iterator aborts it."""
+        if sampling_params is None:
+            sampling_params = self.generation_defaults.sampling_params()
+        request_id = self._add(prompt, sampling_params)
+        self._waiting[request_id] = deque()
+        try:
+            while (output := self._next(request_id)) is not None:
+                yield output
+                if output.finished:
+                    return
+        finally:
+            self._leave([request_id])
+
+    def pins(self) -> dict[str, dict[str, int]]:
+        """KV blocks and checkpoints that are spared from eviction, by the name of the pin."""
+        return self.engine.pins()
+
+    def release_pin(self, name: str) -> bool:
+        """Let what a pin spares be evicted again; returns whether there was one."""
+        return self.engine.release_pin(name)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix."""
+        self.engine.reset_prefix_cache()
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and gauges."""
+        return self.engine.stats()
+
+    def shutdown(self) -> None:
+        """Finish what is in flight; afterwards every request is an `EngineDeadError`."""
+        self._drain()
+        self._is_shut_down = True
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+    def _add(self, prompt: Prompt, params: SamplingParams) -> str:
+        if self._is_shut_down:
+            raise EngineDeadError(
+                "this LLM was shut down and answers nothing more; make a new one"
+            )
+        if not isinstance(params, SamplingParams):
+            raise RequestError(
+                f"sampling_params has {type(params).__name__} but must be SamplingParams; "
+                "write SamplingParams(max_tokens=...)", param="sampling_params",
+            )
+        text = prompt if isinstance(prompt, str) else None
+        ids = self.get_tokenizer().encode(prompt) if isinstance(prompt, str) else prompt
+        self._next_id += 1
+        request_id = f"req-{self._next_id}"
+        self.engine.add_request(request_id, ids, params, prompt=text)
+        return request_id
+
+    def _final(self, request_id: str) -> RequestOutput:
+        while (output := self._next(request_id)) is not None:
+            if output.finished:
+                return output
+        raise RequestError(f"request {request_id} was aborted before it was finished")
+
+    def _next(self, request_id: str) -> RequestOutput | None:
+        """The request's next output; None if it was aborted behind its owner's back.
+
+        Several may wait in turns (streams inside streams): each step's outputs go to their owners.
+        """
+        mine = self._waiting[request_id]
+        while not mine:
+            if not self.engine.has_work():
+                return None
+            for output in self.engine.step():
+                owner = self._waiting.get(output.request_id)
+                if owner is not None:
+                    owner.append(output)
+        return mine.popleft()
+
+    def _leave(self, request_ids: list[str]) -> None:
+        """Stop waiting; what has not ended is aborted."""
+        for request_id in request_ids:
+            self.engine.abort(request_id)
+            self._waiting.pop(request_id, None)
+        if not self._waiting:
+            self._drain()
+
+    def _drain(self) -> None:
+        """Take in steps in flight, so that their blocks are back in the pools."""
+        while self.engine.has_work():
+            self.engine.step()
+
+
+def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, (list, tuple)):
+        raise RequestError(
+            f"prompts is {type(prompts).__name__} but must be text, token ids, or a list of either",
+            param="prompts",
+        )
+    if prompts and isinstance(prompts[0], int):
+        return [list(prompts)]
+    return list(prompts)

@@ -1,0 +1,1 @@
+"""Models: functions of a step's batch, the weights and the caches."""

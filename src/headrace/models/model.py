@@ -1,0 +1,74 @@
+"""What the worker, the engine and the reference loop ask of a model of any family."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from headrace.models.batch import Caches, StateGroupSpec, StepBatch
+    from headrace.models.config import ModelConfig
+
+
+class HybridModel(Protocol):
+    """A text model of attention layers and layers with a state.
+
+    Models with a multi-token-prediction head (`config.num_mtp_layers`) have a method `mtp` too.
+    """
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's sizes."""
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers of the KV pools: attention layers, then the MTP layer if there is one."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Compute dtype."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of the checkpoint's tensors."""
+
+    @staticmethod
+    def kernel_obstacle(config: Any) -> str | None:  # noqa: ANN401 - the family's config
+        """Return why no fused kernels can run a model's generating rows, or None if they can.
+
+        Where they can, `forward` (and `mtp`) take batches whose `kernels` is "triton".
+        """
+
+    def state_groups(self, max_draft_tokens: int) -> tuple[StateGroupSpec, ...]:
+        """Describe the state pools that this model needs.
+
+        Args:
+            max_draft_tokens: Most drafts in one step, s.
+        """
+
+    def forward(self, batch: StepBatch, caches: Caches) -> Tensor:
+        """Run the decoder over a step's tokens; writes keys, values and states.
+
+        Args:
+            batch: The step.
+            caches: The pools.
+
+        Returns:
+            Hidden states after the last norm, [T, C].
+        """
+
+    def logits(self, hidden_rows: Tensor) -> Tensor:
+        """Apply the head.
+
+        Args:
+            hidden_rows: Rows of `forward`, [R, C].
+
+        Returns:
+            [R, vocabulary] f32.
+        """

@@ -1,0 +1,300 @@
+"""Qwen3.5 and Qwen3-Next text models: Gated DeltaNet and gated attention layers, MLP or experts.
+
+`Qwen35Model` is what the worker and the reference loop call. A layer is
+
+    h = h + mixer(norm(h));   h = h + mlp(norm(h))
+
+and the last norm follows the last layer. The hidden states that `forward` returns are *after* that
+norm: both the head and the MTP module take them (as in the published inference code).
+
+MTP: the module at position p sees the hidden state of position p and the token at p+1, and its
+output gives logits for position p+2 through the shared head:
+
+    x = fc([norm_e(embed(token[p+1])) ; norm_h(hidden[p])]);  x = layer(x);  out = norm(x)
+
+Its one attention layer has keys and values of its own (the last layer of the KV pools), at position
+p. For more than one draft the module is applied to its own output, at p+1, p+2 and so on.
+
+Source: Qwen3-Next and Qwen3.5 as in transformers (models/qwen3_next, models/qwen3_5).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from headrace.models.layers.attention_plan import plan_attention, plan_fused_attention
+from headrace.models.layers.gated_attention import (
+    AttentionStep,
+    AttentionWeights,
+    gated_attention,
+)
+from headrace.models.layers.gated_delta_net import DeltaWeights, gated_delta_net
+from headrace.models.layers.moe import feed_forward
+from headrace.models.layers.row_plan import plan_rows
+from headrace.models.layers.state_plan import SplitPlan, StatePlan, plan_split, plan_states
+from headrace.models.qwen3_5_weights import Qwen35Weights, expected_tensors, load_weights
+from headrace.ops.linear import linear, pad_rows
+from headrace.ops.rms_norm import rms_norm
+from headrace.ops.rotary import rotary_tables
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from torch import Tensor
+
+    from headrace.models.batch import Caches, StateGroupSpec, StepBatch
+    from headrace.models.layers.mlp import MlpWeights
+    from headrace.models.layers.moe import MoeWeights
+    from headrace.models.qwen3_5_config import Qwen35Config
+
+
+_MIN_HEAD, _MAX_HEAD = 16, 256
+"""Head sizes of attention that its kernel is compiled for in the tests."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _StepPlan:
+    """What all layers of a step share."""
+
+    attention: AttentionStep
+    delta: StatePlan | SplitPlan | None
+
+
+class Qwen35Model:
+    """A Qwen3.5 or Qwen3-Next text model.
+
+    Args:
+        config: The model's sizes.
+        weights: Its weights.
+        state_dtype: Dtype name of the recurrent states.
+    """
+
+    def __init__(
+        self, config: Qwen35Config, weights: Qwen35Weights, state_dtype: str = "float32"
+    ) -> None:
+        self.config = config
+        self._weights = weights
+        self._state_dtype = state_dtype
+        self._sizes = config.delta
+
+    @classmethod
+    def from_weights(
+        cls,
+        config: Qwen35Config,
+        weights: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        state_dtype: str = "float32",
+    ) -> Qwen35Model:
+        """Build the model from tensors under their checkpoint names.
+
+        Args:
+            config: The model's sizes.
+            weights: All tensors; names may begin with `model.` or `model.language_model.`, and
+                tensors of other parts (`model.visual.`) are ignored.
+            dtype: Compute dtype.
+            state_dtype: Dtype name of the recurrent states.
+
+        Returns:
+            The model, on the device of the tensors.
+
+        Raises:
+            WeightsError: A tensor is missing, unexpected or of the wrong shape.
+        """
+        return cls(config, load_weights(config, weights, dtype), state_dtype)
+
+    @staticmethod
+    def expected_tensors(
+        config: Qwen35Config, on_disk: Collection[str] = ()
+    ) -> dict[str, tuple[int, ...]]:
+        """Return every tensor that a checkpoint must hold.
+
+        Args:
+            config: The model's sizes.
+            on_disk: Names that there are: they decide between spellings.
+
+        Returns:
+            Shape by name.
+        """
+        return expected_tensors(config, on_disk)
+
+    @staticmethod
+    def kernel_obstacle(config: Qwen35Config) -> str | None:
+        """Return why the kernels cannot run a model's generating rows, or None if they can."""
+        sizes = config.delta
+        for name, size in (
+            ("linear_key_head_dim", sizes.key_dim),
+            ("linear_value_head_dim", sizes.value_dim),
+            ("head_dim", config.head_dim),
+        ):
+            if size & (size - 1):
+                return f"{name} is {size}, and the kernels need a power of 2"
+        if not _MIN_HEAD <= config.head_dim <= _MAX_HEAD:
+            return f"head_dim is {config.head_dim}, and the kernels need {_MIN_HEAD}..{_MAX_HEAD}"
+        return None
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers of the KV pools: attention layers, then the MTP layer if there is one."""
+        return len(self.config.attention_layers) + self.config.num_mtp_layers
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self._weights.embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Compute dtype."""
+        return self._weights.embedding.dtype
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of the checkpoint's tensors."""
+        total = 0
+        for shape in expected_tensors(self.config).values():
+            count = 1
+            for size in shape:
+                count *= size
+            total += count
+        return total
+
+    def state_groups(self, max_draft_tokens: int) -> tuple[StateGroupSpec, ...]:
+        """Describe the state pools that this model needs.
+
+        Args:
+            max_draft_tokens: Most drafts in one step, s.
+
+        Returns:
+            One group: all Gated DeltaNet layers.
+        """
+        dtype = str(self.dtype).removeprefix("torch.")
+        layers = self.config.linear_layers
+        return (self._sizes.state_group(layers, max_draft_tokens, dtype, self._state_dtype),)
+
+    def forward(self, batch: StepBatch, caches: Caches) -> Tensor:
+        """Run the decoder over a step's tokens; writes keys, values and states.
+
+        Args:
+            batch: The step.
+            caches: The pools.
+
+        Returns:
+            Hidden states after the last norm, [T, C].
+        """
+        config, weights = self.config, self._weights
+        plan = self._plan(batch, caches, with_states=True)
+        hidden = weights.embedding.index_select(0, batch.token_ids)
+        group = caches.groups[0]
+        linear_at = attention_at = 0
+        assert plan.delta is not None
+        for layer in weights.layers:
+            normed = rms_norm(hidden, layer.input_norm, config.rms_norm_eps)
+            if isinstance(layer.mixer, DeltaWeights):
+                mixed = gated_delta_net(
+                    normed,
+                    layer.mixer,
+                    self._sizes,
+                    cache=group,
+                    index=linear_at,
+                    plan=plan.delta,
+                )
+                linear_at += 1
+            else:
+                mixed = self._attend(normed, layer.mixer, caches, attention_at, plan)
+                attention_at += 1
+            hidden = self._mlp(hidden + mixed, layer.mlp_norm, layer.mlp)
+        return rms_norm(hidden, weights.final_norm, config.rms_norm_eps)
+
+    def mtp(
+        self, batch: StepBatch, caches: Caches, hidden: Tensor, next_token_ids: Tensor
+    ) -> Tensor:
+        """Run the MTP module over a step's tokens; writes its layer's keys and values.
+
+        Use it for all tokens of a step after `forward`, and again for chained drafts with a batch
+        of one-token generating rows whose `hidden` is the module's own output.
+
+        Args:
+            batch: The step; its positions are those of `hidden`. `token_ids` and states are not
+                used.
+            caches: The pools.
+            hidden: From `forward` or `mtp`, [T, C].
+            next_token_ids: The token after each of the step's tokens, [T] i64.
+
+        Returns:
+            Hidden states after the module's norm, [T, C]; `logits` of them predict the token after
+            next_token_ids.
+        """
+        module = self._weights.mtp
+        assert module is not None, "this checkpoint has no MTP module"
+        eps = self.config.rms_norm_eps
+        plan = self._plan(batch, caches, with_states=False)
+        embedded = self._weights.embedding.index_select(0, next_token_ids)
+        joined = torch.cat(
+            (
+                rms_norm(embedded, module.embedding_norm, eps),
+                rms_norm(hidden, module.hidden_norm, eps),
+            ),
+            dim=-1,
+        )
+        x = linear(joined, module.fc)
+        layer = module.layer
+        assert isinstance(layer.mixer, AttentionWeights)
+        normed = rms_norm(x, layer.input_norm, eps)
+        last = self.num_kv_layers - 1
+        x = x + self._attend(normed, layer.mixer, caches, last, plan)
+        return rms_norm(self._mlp(x, layer.mlp_norm, layer.mlp), module.norm, eps)
+
+    def logits(self, hidden_rows: Tensor) -> Tensor:
+        """Apply the head.
+
+        Args:
+            hidden_rows: Rows of `forward` or `mtp`, [R, C].
+
+        Returns:
+            [R, vocabulary] f32.
+        """
+        rows = hidden_rows.shape[0]
+        return linear(pad_rows(hidden_rows), self._weights.head)[:rows].float()
+
+    def _plan(self, batch: StepBatch, caches: Caches, *, with_states: bool) -> _StepPlan:
+        config = self.config
+        block_size, num_kv_heads = caches.k.shape[2:4]
+        cos, signed_sin = rotary_tables(batch.positions, self._weights.inverse_frequencies)
+        delta: StatePlan | SplitPlan | None = None
+        if batch.kernels == "triton" and batch.verify is not None:
+            out = self._zeros(batch, config.num_attention_heads, config.head_dim)
+            attention = plan_fused_attention(batch, block_size, num_kv_heads, out)
+            if with_states:
+                out = self._zeros(batch, self._sizes.values)
+                delta = plan_split(batch, 0, caches.groups[0], config.conv_kernel, out)
+        else:
+            rows = plan_rows(batch)
+            attention = plan_attention(batch, rows, block_size, num_kv_heads)
+            if with_states:
+                delta = plan_states(batch, rows, 0, caches.groups[0], config.conv_kernel)
+        step = AttentionStep(
+            slots=batch.kv_slot_mapping, cos=cos, signed_sin=signed_sin, plan=attention
+        )
+        return _StepPlan(attention=step, delta=delta)
+
+    def _zeros(self, batch: StepBatch, *shape: int) -> Tensor:
+        """Zeros for each packed token of a step, [T, *shape]."""
+        tokens = batch.token_ids.shape[0]
+        return torch.zeros(tokens, *shape, dtype=self.dtype, device=self.device)
+
+    def _attend(
+        self,
+        normed: Tensor,
+        weights: AttentionWeights,
+        caches: Caches,
+        kv_layer: int,
+        plan: _StepPlan,
+    ) -> Tensor:
+        kv = (caches.k[kv_layer], caches.v[kv_layer])
+        return gated_attention(normed, weights, kv, plan.attention, self.config.rms_norm_eps)
+
+    def _mlp(self, hidden: Tensor, norm: Tensor, weights: MlpWeights | MoeWeights) -> Tensor:
+        return hidden + feed_forward(rms_norm(hidden, norm, self.config.rms_norm_eps), weights)

@@ -1,0 +1,1 @@
+"""Operations: a checked entry, a kernel and a reference each."""

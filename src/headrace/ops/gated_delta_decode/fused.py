@@ -1,0 +1,111 @@
+"""The launch of the fused kernel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from headrace.ops.gated_delta_decode.kernel import gated_delta_decode_kernel
+from headrace.rt.kernels import launch_kernel
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headrace.ops.gated_delta_decode.rows import ColumnsRows, MixerWeights, ReplayRows, Ring
+
+ROWS, NUM_WARPS = 32, 4
+"""Value rows that a program holds at a time (32 x 128 elements: 32 registers of each thread)."""
+
+BATCH = 4
+"""Pending tokens whose loads are on the way together."""
+
+MIN_PROGRAMS = 256
+"""With fewer rows x key heads than this, states are spread over more programs in three launches.
+
+Measured on an H200 (benchmarks/results/kernels-h200.json): 11 instead of 22 us a layer for one row,
+within a tenth of each other from 32 rows on.
+"""
+
+
+def gated_delta_decode(
+    inputs: Tensor,
+    gate: Tensor,
+    logits: Tensor,
+    weights: MixerWeights,
+    window: Tensor,
+    state: Tensor,
+    token_index: Tensor,
+    query_lens: Tensor,
+    rows: ColumnsRows | ReplayRows,
+    out: Tensor,
+    *,
+    ring: Ring | None = None,
+) -> None:
+    """Decode or verify; see the package."""
+    hv, v_dim, k_dim = state.shape[1:]
+    hk = weights.unit_scale.numel() // 2
+    taps = weights.conv.shape[0]
+    width = token_index.shape[1]
+    scratch = 2 * hk * k_dim + 2 * hv * v_dim + 2 * hv
+    scheme: list[Tensor | None]
+    if ring is None:
+        scheme = [rows.window_blocks, rows.accepted, *[None] * 8]  # type: ignore[union-attr]
+        blocks_stride = rows.window_blocks.stride(0)  # type: ignore[union-attr]
+        entries = taps - 2 + width
+    else:
+        names = ("base_block", "base_len", "computed", "write_block", "write_len", "ring_block")
+        scheme = [None, None, *(getattr(rows, name) for name in names), ring.inputs, ring.updates]
+        blocks_stride = 0
+        entries = taps - 1
+    arguments = (
+        inputs,
+        gate,
+        logits,
+        out,
+        weights.conv,
+        weights.gate_bias,
+        weights.gate_factor,
+        weights.unit_scale,
+        weights.norm,
+        window,
+        state,
+        token_index,
+        query_lens,
+        *scheme,
+        # Written and read by the same program; L2 keeps it.
+        torch.empty(inputs.shape[0], scratch, dtype=torch.float32, device=inputs.device),
+        inputs.stride(0),
+        gate.stride(0),
+        logits.stride(0),
+        out.stride(0),
+        blocks_stride,
+        window.stride(0),
+        state.stride(0),
+        weights.norm_eps,
+    )
+    value_rows = min(ROWS, v_dim)
+    n = token_index.shape[0]
+    phases: dict[int, tuple[int, ...]] = {0: (n, hk)}
+    if n * hk < MIN_PROGRAMS:
+        phases = {1: (n, hk), 2: (n, hk, hv // hk * v_dim // value_rows), 3: (n, hk)}
+    for phase, grid in phases.items():
+        launch_kernel(
+            gated_delta_decode_kernel,
+            grid,
+            *arguments,
+            HK=hk,
+            GROUP=hv // hk,
+            K=k_dim,
+            V=v_dim,
+            ROWS=value_rows,
+            BATCH=BATCH,
+            TAPS=taps,
+            QUERY=width,
+            ENTRIES_PADDED=1 << max(entries - 1, 1).bit_length(),
+            RING=0 if ring is None else ring.inputs.shape[1],
+            INTERVAL=1 if ring is None else ring.interval,
+            IS_REPLAY=ring is not None,
+            PHASE=phase,
+            num_warps=NUM_WARPS,
+        )

@@ -1,0 +1,360 @@
+"""The fused mixer against its specification, in both state schemes."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from headrace.ops.aot import KernelSpec, compile_kernel
+from headrace.ops.gated_delta_decode import MixerWeights, Ring, reference
+from headrace.rt import Effect
+from headrace.rt.detector import RowBound, assert_effects
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from torch import Tensor
+
+    from headrace.rt.detector import Detector
+
+HK, HV, K, V, TAPS = 3, 3, 8, 16, 4
+F = 2 * HK * K + HV * V
+BLOCKS, RING_BLOCKS, INTERVAL, DRAFTS = 24, 5, 4, 2
+RING = 16
+
+
+GROUPED = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.full)]
+
+
+def _fused() -> ModuleType:
+    pytest.importorskip("triton")
+    from headrace.ops.gated_delta_decode import fused  # noqa: PLC0415  after the plugin's settings
+
+    # Several tiles for each head.
+    fused.ROWS, fused.MIN_PROGRAMS = 8, 0
+    return fused
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Columns:
+    window_blocks: Tensor
+    accepted: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Replay:
+    base_block: Tensor
+    base_len: Tensor
+    computed: Tensor
+    write_block: Tensor
+    write_len: Tensor
+    ring_block: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pools:
+    window: Tensor
+    state: Tensor
+    ring: Ring
+
+    def clone(self) -> Pools:
+        ring = Ring(
+            inputs=self.ring.inputs.clone(),
+            updates=self.ring.updates.clone(),
+            interval=self.ring.interval,
+        )
+        return Pools(window=self.window.clone(), state=self.state.clone(), ring=ring)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.window, self.state, self.ring.inputs, self.ring.updates
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _weights(seed: int) -> MixerWeights:
+    g = _generator(seed)
+    decay = -torch.exp(torch.rand(HV, generator=g) * 3 - 4)
+    return MixerWeights(
+        conv=torch.randn(TAPS, F, generator=g) * 0.5,
+        gate_bias=torch.cat((torch.zeros(HV), torch.rand(HV, generator=g) * 3 - 3)),
+        gate_factor=torch.cat((-torch.ones(HV), decay)),
+        unit_scale=torch.cat((torch.full((HK,), K**-0.5), torch.ones(HK))),
+        norm=1 + 0.1 * torch.randn(V, generator=g),
+        norm_eps=1e-6,
+    )
+
+
+def _pools(seed: int, dtype: torch.dtype) -> Pools:
+    g = _generator(seed)
+    updates = torch.randn(RING_BLOCKS, RING, HK * K + HV * V + 2 * HV, generator=g) * 0.3
+    updates[..., -2 * HV :] = torch.rand(RING_BLOCKS, RING, 2 * HV, generator=g)
+    return Pools(
+        window=torch.randn(BLOCKS, TAPS - 1 + DRAFTS, F, generator=g).to(dtype),
+        state=torch.randn(BLOCKS, HV, V, K, generator=g).to(dtype),
+        ring=Ring(
+            inputs=torch.randn(RING_BLOCKS, RING, F, generator=g).to(dtype),
+            updates=updates,
+            interval=INTERVAL,
+        ),
+    )
+
+
+def _tokens(seed: int, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs, gate and logits as slices of one projection, so their rows are strided."""
+    projected = torch.randn(count, F + HV * V + 2 * HV, generator=_generator(seed)).to(dtype)
+    inputs, gate, logits = projected.split((F, HV * V, 2 * HV), dim=-1)
+    return inputs, gate, logits
+
+
+def _columns(blocks: list[list[int]], accepted: list[int]) -> Columns:
+    return Columns(
+        window_blocks=torch.tensor(blocks, dtype=torch.int32),
+        accepted=torch.tensor(accepted, dtype=torch.int32),
+    )
+
+
+def _run(
+    op: ModuleType,
+    pools: Pools,
+    tokens: tuple[Tensor, Tensor, Tensor],
+    weights: MixerWeights,
+    token_index: list[list[int]],
+    lens: list[int],
+    rows: Columns | Replay,
+) -> Tensor:
+    out = torch.full((tokens[0].shape[0], HV * V), float("nan"), dtype=tokens[0].dtype)
+    op.gated_delta_decode(
+        *tokens,
+        weights,
+        pools.window,
+        pools.state,
+        torch.tensor(token_index),
+        torch.tensor(lens),
+        rows,
+        out,
+        ring=pools.ring if isinstance(rows, Replay) else None,
+    )
+    return out
+
+
+def _assert_close(a: Tensor, b: Tensor, dtype: torch.dtype) -> None:
+    """Up to rounding: a bfloat16 state may come out one unit away, with all that follows.
+
+    That unit is one of the largest values that went in, so small results are judged by the scale of
+    all of them: a few units of the largest at any place, and one part in a hundred altogether.
+    """
+    if dtype == torch.float32:
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5, equal_nan=True)
+        return
+    assert torch.equal(a.isnan(), b.isnan())
+    a, b = a.float().nan_to_num(), b.float().nan_to_num()
+    error = a - b
+    assert float(error.abs().max()) <= float(b.abs().max()) / 32
+    assert float(error.norm()) <= 1e-2 * float(b.norm())
+
+
+def _columns_case() -> tuple[list[list[int]], list[int], Columns]:
+    """Three live rows, one without tokens, one with accepted 0, one with null blocks."""
+    index = [[0, 1, 2], [3, 0, 0], [4, 5, 0], [0, 0, 0], [6, 0, 0], [7, 0, 0]]
+    blocks = [[3, 4, 5], [6, 7, 8], [9, 10, 11], [12, 13, 14], [15, 16, 17], [0, 0, 0]]
+    return index, [3, 1, 2, 0, 1, 1], _columns(blocks, [1, 3, 2, 1, 0, 1])
+
+
+def _replay_case() -> tuple[list[list[int]], list[int], Replay]:
+    """Rows with none, some and many pending tokens, with and without a base write, and none."""
+    index = [[0, 1, 2], [3, 0, 0], [4, 5, 0], [0, 0, 0]]
+    rows = Replay(
+        base_block=torch.tensor([3, 6, 9, 0], dtype=torch.int32),
+        base_len=torch.tensor([10, 8, 16, 0]),
+        computed=torch.tensor([10, 13, 22, 0]),
+        # In place; into another block; not reached yet would be 0.
+        write_block=torch.tensor([3, 6, 10, 0], dtype=torch.int32),
+        write_len=torch.tensor([12, 12, 20, 4]),
+        ring_block=torch.tensor([1, 2, 3, 0], dtype=torch.int32),
+    )
+    return index, [3, 1, 2, 0], rows
+
+
+@pytest.mark.thinned
+@pytest.mark.interpreter
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scheme", ["columns", "replay"])
+def test_the_kernel_does_what_the_specification_says(scheme: str, dtype: torch.dtype) -> None:
+    seed = random.randrange(1 << 30)
+    print(f"{seed=}")
+    index, lens, rows = _columns_case() if scheme == "columns" else _replay_case()
+    weights, tokens = _weights(seed), _tokens(seed + 1, 9, dtype)
+    expected, got = _pools(seed + 2, dtype), _pools(seed + 2, dtype)
+    want = _run(reference, expected, tokens, weights, index, lens, rows)
+    out = _run(_fused(), got, tokens, weights, index, lens, rows)
+    _assert_close(out, want, dtype)
+    for a, b in zip(got.tensors(), expected.tensors(), strict=True):
+        _assert_close(a, b, dtype)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("scheme", ["columns", "replay"])
+def test_blocks_of_others_and_rows_that_take_no_part_stay_untouched(
+    scheme: str, race_detector: Detector
+) -> None:
+    index, lens, rows = _columns_case() if scheme == "columns" else _replay_case()
+    weights, tokens, pools = _weights(1), _tokens(2, 9, torch.float32), _pools(3, torch.float32)
+    before = pools.clone()
+    out = _run(_fused(), pools, tokens, weights, index, lens, rows)
+    assert out[6:].isnan().all()
+    assert not out[:6].isnan().any()
+    if scheme == "columns":
+        windows, states, rings = {3, 6, 9}, {3, 4, 5, 6, 9, 10}, set()
+    else:
+        windows, states, rings = {6, 10}, {6, 10}, {1, 2, 3}
+    touched = (windows, states, rings, rings)
+    for new, old, blocks in zip(pools.tensors(), before.tensors(), touched, strict=True):
+        changed = (new != old).flatten(1).any(1).nonzero().flatten()
+        assert set(changed.tolist()) == blocks
+    names = [field.name for field in fields(rows)]
+    assert_effects(
+        race_detector.launches,
+        dict.fromkeys((*names, "tokens"), Effect.READ)
+        | {"window": Effect.READ_WRITE, "state": Effect.READ_WRITE}
+        | ({"ring": Effect.READ_WRITE} if rings else {}),
+        {name: getattr(rows, name) for name in names}
+        | {"tokens": tokens, "window": pools.window, "state": pools.state}
+        | {"ring": [pools.ring.inputs, pools.ring.updates]},
+        rows={
+            "window": RowBound(reads={3, 6, 9}, writes=windows),
+            "state": RowBound(reads={3, 8, 10} if not rings else {3, 6, 9}, writes=states),
+            "ring": RowBound(reads=rings, writes=rings),
+        },
+    )
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("dtype", GROUPED, ids=str)
+def test_columns_gives_the_same_bits_however_tokens_are_grouped(dtype: torch.dtype) -> None:
+    weights, tokens = _weights(4), _tokens(5, 3, dtype)
+    together, apart = _pools(6, dtype), _pools(6, dtype)
+    rows = _columns([[3, 4, 5]], [1])
+    out = _run(_fused(), together, tokens, weights, [[0, 1, 2]], [3], rows)
+    # A step of one token, then one of two tokens that reads behind it.
+    first = _run(_fused(), apart, tokens, weights, [[0, 0, 0]], [1], rows)
+    rest = _run(_fused(), apart, tokens, weights, [[1, 2, 0]], [2], _columns([[3, 4, 5]], [1]))
+    assert torch.equal(out[0], first[0])
+    assert torch.equal(out[1:], rest[1:])
+    assert torch.equal(together.state[5], apart.state[4])
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("dtype", GROUPED, ids=str)
+def test_replay_gives_the_same_bits_however_tokens_are_grouped(dtype: torch.dtype) -> None:
+    weights, tokens = _weights(7), _tokens(8, 7, dtype)
+    results = []
+    # Base at 10; positions 10 .. 16 in steps of these lengths, so 12 and 16 are crossed in
+    # different ways: inside a step, at its end, at its start.
+    for lengths in ([3, 3, 1], [1, 2, 1, 3]):
+        pools, done, base_len, base = _pools(9, dtype), 0, 10, 3
+        outputs = []
+        for length in lengths:
+            write_len = (base_len // INTERVAL + 1) * INTERVAL
+            rows = Replay(
+                base_block=torch.tensor([base], dtype=torch.int32),
+                base_len=torch.tensor([base_len]),
+                computed=torch.tensor([10 + done]),
+                write_block=torch.tensor([base], dtype=torch.int32),
+                write_len=torch.tensor([write_len]),
+                ring_block=torch.tensor([2], dtype=torch.int32),
+            )
+            step = list(range(done, done + length)) + [0] * (3 - length)
+            out = _run(_fused(), pools, tokens, weights, [step], [length], rows)
+            outputs.append(out[done : done + length])
+            base_len = write_len if 10 + done >= write_len else base_len
+            done += length
+        results.append(torch.cat(outputs))
+    assert torch.equal(results[0], results[1])
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    "scheme", [pytest.param("columns", marks=pytest.mark.full), "replay"]
+)
+def test_three_launches_give_the_same_bits_as_one(
+    scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index, lens, rows = _columns_case() if scheme == "columns" else _replay_case()
+    weights, tokens = _weights(13), _tokens(14, 9, torch.bfloat16)
+    one, three = _pools(15, torch.bfloat16), _pools(15, torch.bfloat16)
+    expected = _run(_fused(), one, tokens, weights, index, lens, rows)
+    fused = _fused()
+    monkeypatch.setattr(fused, "MIN_PROGRAMS", 1 << 30)
+    out = _run(fused, three, tokens, weights, index, lens, rows)
+    assert torch.equal(out.isnan(), expected.isnan())
+    assert torch.equal(out.nan_to_num(), expected.nan_to_num())
+    for a, b in zip(three.tensors(), one.tensors(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.interpreter
+def test_rejected_drafts_leave_no_trace_in_replay() -> None:
+    weights, tokens = _weights(10), _tokens(11, 6, torch.float32)
+    plain, drafted = _pools(12, torch.float32), _pools(12, torch.float32)
+
+    def rows(computed: int) -> Replay:
+        return Replay(
+            base_block=torch.tensor([3], dtype=torch.int32),
+            base_len=torch.tensor([8]),
+            computed=torch.tensor([computed]),
+            write_block=torch.tensor([3], dtype=torch.int32),
+            write_len=torch.tensor([12]),
+            ring_block=torch.tensor([2], dtype=torch.int32),
+        )
+
+    _run(_fused(), plain, tokens, weights, [[0]], [1], rows(9))
+    expected = _run(_fused(), plain, tokens, weights, [[1]], [1], rows(10))
+    # Tokens 4 and 5 are drafts that the verify rejects.
+    _run(_fused(), drafted, tokens, weights, [[0, 4, 5]], [3], rows(9))
+    out = _run(_fused(), drafted, tokens, weights, [[1, 4, 5]], [3], rows(10))
+    assert torch.equal(out[1], expected[1])
+
+
+@pytest.mark.parametrize(("scheme", "state"), [("columns", "*fp32"), ("replay", "*bf16")])
+def test_the_kernel_compiles_for_hopper_without_spills(scheme: str, state: str) -> None:
+    pytest.importorskip("triton")
+    is_replay = scheme == "replay"
+    columns = ("blocks", "accepted")
+    replay = ("base_block", "base_len", "computed", "write_block", "write_len", "ring_block")
+    absent = columns if is_replay else (*replay, "ring_input", "ring_update")
+    constants: dict[str, object] = {f"{name}_ptr": None for name in absent} | {
+        "HK": 16, "GROUP": 2, "K": 128, "V": 128, "ROWS": 32, "BATCH": 4, "PHASE": 0, "TAPS": 4,
+        "QUERY": 4, "ENTRIES_PADDED": 8, "RING": 32, "INTERVAL": 16, "IS_REPLAY": is_replay,
+    }  # fmt: skip
+    bf16 = ("inputs", "gate", "logits", "out", "conv", "window", "ring_input")
+    fp32 = ("gate_bias", "gate_factor", "unit_scale", "norm", "ring_update", "scratch")
+    i64 = ("token_index", "query_lens", "base_len", "computed", "write_len")
+    i32 = ("blocks", "accepted", "base_block", "write_block", "ring_block")
+    pointers = {
+        f"{name}_ptr": kind
+        for names, kind in ((bf16, "*bf16"), (fp32, "*fp32"), (i64, "*i64"), (i32, "*i32"))
+        for name in names
+    } | {"state_ptr": state}
+    strides = dict.fromkeys(
+        ("inputs_stride", "gate_stride", "logits_stride", "out_stride", "blocks_stride"), "i32"
+    ) | {"window_stride": "i64", "state_stride": "i64"}
+    compiled = compile_kernel(
+        KernelSpec(
+            kernel="headrace.ops.gated_delta_decode.kernel:gated_delta_decode_kernel",
+            signature=pointers | strides | {"eps": "fp32"} | dict.fromkeys(constants, "constexpr"),
+            constants=constants,
+            aligned=(*pointers, "inputs_stride", "gate_stride", "window_stride", "state_stride"),
+            options={"num_warps": 4},
+        )
+    )
+    assert compiled.spill_bytes == 0
+    assert compiled.registers <= 168
+    # The state moves 16 bytes at a time.
+    assert compiled.instructions.get("LDG.E.128", 0) >= 8
+    assert compiled.instructions.get("STG.E.128", 0) >= 8

@@ -1,0 +1,4 @@
+"""The device's side of a step: buffers, batch, forward, sampler.
+
+The only owner of device memory.
+"""

@@ -1,0 +1,161 @@
+"""Choosing tokens: the token at position p is argmax(processed logits + Gumbel noise of (seed, p)).
+
+The noise depends on the request's seed, the token's position and the vocabulary entry alone, so a
+seeded request gives the same tokens whatever its batch mates, row, speculation or preemption.
+Drafts are accepted while equal to the token so chosen, which is lossless.
+
+All functions are row-wise: a row's bits do not depend on the other rows. No host synchronisation.
+R sample positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
+_MIX_2 = 0x94D049BB133111EB - 2**64
+_NOISE_MASK = 2**23 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SamplingTensors:
+    """Parameters of each sample position.
+
+    Attributes:
+        temperature: [R] f32, 0 for greedy rows.
+        top_k: [R] i64, at least 1 (V keeps all).
+        top_p: [R] f32.
+        min_p: [R] f32.
+        seed: [R] i64, the request's 64 bits.
+        position: Position of the token that is chosen, [R] i64.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seed: Tensor
+    position: Tensor
+
+
+def _mix(value: Tensor) -> Tensor:
+    """SplitMix64's finaliser on wrapping int64 (Steele, Lea, Flood 2014)."""
+    value = (value ^ ((value >> 30) & 0x3FFFFFFFF)) * _MIX_1
+    value = (value ^ ((value >> 27) & 0x1FFFFFFFFF)) * _MIX_2
+    return value ^ ((value >> 31) & 0x1FFFFFFFF)
+
+
+def gumbel_noise(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
+    """Standard Gumbel noise keyed by (seed, position, entry).
+
+    Args:
+        seed: [R] i64.
+        position: [R] i64.
+        vocab_size: V.
+
+    Returns:
+        [R, V] f32, finite.
+    """
+    key = _mix(_mix(seed) + position * _GOLDEN)
+    entry = torch.arange(vocab_size, device=seed.device, dtype=torch.int64) * _GOLDEN
+    return _gumbel((_mix(key[:, None] + entry) >> 41) & _NOISE_MASK)
+
+
+def _gumbel(bits: Tensor) -> Tensor:
+    """Gumbel noise of 23 random bits.
+
+    The uniforms are odd multiples of 2**-24, all of which float32 holds. With one bit more the
+    largest would round to 1, whose noise is infinite: one entry in 2**24 would win whatever its
+    logit.
+    """
+    uniform = (bits.to(torch.float32) + 0.5) * 2.0**-23
+    return -torch.log(-torch.log(uniform))
+
+
+def lowest_argmax(values: Tensor) -> Tensor:
+    """Index of the largest value per row, the lowest one on ties, [R] i64."""
+    best = values.amax(dim=-1, keepdim=True)
+    entries = torch.arange(values.shape[-1], device=values.device)
+    first = torch.where(values == best, entries, values.shape[-1]).amin(dim=-1)
+    return first.clamp_(max=values.shape[-1] - 1)
+
+
+def sample(
+    logits: Tensor, params: SamplingTensors, *, is_all_greedy: bool, filters: bool
+) -> Tensor:
+    """Choose one token per row.
+
+    Args:
+        logits: Processed logits, [R, V] f32.
+        params: Per row.
+        is_all_greedy: Host's knowledge that every temperature is 0.
+        filters: Whether any row has top_k, top_p or min_p.
+
+    Returns:
+        Token ids, [R] i64.
+    """
+    if is_all_greedy:
+        return lowest_argmax(logits)
+    is_greedy = (params.temperature == 0.0)[:, None]
+    scaled = logits / torch.where(is_greedy, 1.0, params.temperature[:, None])
+    if filters:
+        scaled = _filter(scaled, params)
+    noise = gumbel_noise(params.seed, params.position, logits.shape[-1])
+    return lowest_argmax(torch.where(is_greedy, logits, scaled + noise))
+
+
+def _filter(scaled: Tensor, params: SamplingTensors) -> Tensor:
+    """Drop entries by top_k, then top_p of what is left, then min_p; ties at a threshold stay."""
+    ordered = scaled.sort(dim=-1, descending=True).values
+    kth = ordered.gather(-1, (params.top_k[:, None] - 1).clamp(0, scaled.shape[-1] - 1))
+    ordered = ordered.masked_fill(ordered < kth, -torch.inf)
+    probabilities = ordered.softmax(dim=-1)
+    before = probabilities.cumsum(dim=-1) - probabilities
+    nucleus = ordered.masked_fill(before >= params.top_p[:, None], torch.inf).amin(-1, keepdim=True)
+    floor = ordered[:, :1] + torch.log(params.min_p[:, None])
+    threshold = torch.maximum(torch.maximum(kth, nucleus), floor)
+    return scaled.masked_fill(scaled < threshold, -torch.inf)
+
+
+def count_accepted(chosen: Tensor, drafts: Tensor, lengths: Tensor) -> Tensor:
+    """Tokens each verify row keeps: equal drafts from the left, and the token after them.
+
+    Args:
+        chosen: Tokens chosen after each input token, [N, Q] i64.
+        drafts: Drafted tokens, [N, Q-1] i64; -1 where there is none.
+        lengths: Tokens of each row, 1 + its drafts, [N] i64; 0 for padded rows.
+
+    Returns:
+        [N] i64, in 1..length; 0 for padded rows.
+    """
+    column = torch.arange(drafts.shape[1], device=drafts.device)
+    equal = (chosen[:, :-1] == drafts) & (column < (lengths - 1)[:, None])
+    kept = equal.to(torch.int64).cumprod(dim=1).sum(dim=1) + 1
+    return torch.where(lengths > 0, kept, 0)
+
+
+def top_logprobs(logits: Tensor, chosen: Tensor, count: int) -> tuple[Tensor, ...]:
+    """Log-probabilities of the chosen and of the likeliest tokens.
+
+    Args:
+        logits: [R, V] f32.
+        chosen: [R] i64.
+        count: Likeliest tokens wanted.
+
+    Returns:
+        Chosen token's log-probability [R], its rank from 1 [R], the likeliest tokens'
+        log-probabilities [R, count] and ids [R, count]. The chosen token's value is the same bits
+        wherever it appears.
+    """
+    logprobs = logits.log_softmax(dim=-1)
+    own = logprobs.gather(-1, chosen[:, None])
+    rank = (logprobs > own).sum(dim=-1) + 1
+    values, ids = logprobs.topk(count, dim=-1)
+    return own[:, 0], rank, values, ids

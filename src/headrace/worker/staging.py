@@ -1,0 +1,331 @@
+"""From a SchedulerOutput to a frame's inputs: everything ragged becomes a host-known integer.
+
+The stager also keeps what the sampler needs of each sequence, by slot: it is gathered for the rows
+of a step and staged with them, so that it follows a row wherever the layout puts it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from headrace.models.batch import ROW_TILE
+from headrace.worker.buffers import MAX_LOGPROBS, WorkerSizes
+from headrace.worker.launches import KnownShape, StepShape
+from headrace.worker.rows import COUNT_NAMES
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from headrace import rt
+    from headrace.worker.rows import CompactRows
+    from headrace.worker.step import (
+        ForkPlan,
+        KnownPlan,
+        NewSequence,
+        SchedulerOutput,
+        VerifyPlan,
+    )
+
+_NO_LOGPROBS = -2
+_ALL_LOGPROBS = -1
+
+
+class _Put:
+    """Writes fields of an open stage and notes how many leading rows of each must be copied."""
+
+    def __init__(self, stage: rt.Stage) -> None:
+        self._stage = stage
+        self.rows: dict[str, int] = {}
+
+    def __call__(self, name: str, values: Sequence[Any] | np.ndarray, at: int = 0) -> None:
+        """Write values from place `at` on."""
+        end = at + len(values)
+        if end > at:
+            self._stage[name][at:end] = values
+            self.rows[name] = max(self.rows.get(name, 0), end)
+
+
+@dataclass(slots=True)
+class _Ragged:
+    """What has been laid out so far.
+
+    Attributes:
+        num_tokens: Packed tokens.
+        table_end: Entries of the flat KV tables.
+        tables: Of each known row: (offset, width).
+        slots: Of each sampling row, [rows] i64.
+        first: First sample position of each row.
+    """
+
+    num_tokens: int
+    table_end: int
+    tables: list[tuple[int, int]]
+    slots: np.ndarray
+    first: list[int]
+
+
+class Stager:
+    """Writes and commits the inputs of one step after another.
+
+    Args:
+        sizes: The worker's.
+        num_tables: State tables.
+        drafter: Which fields a drafter reads.
+    """
+
+    def __init__(self, sizes: WorkerSizes, *, num_tables: int, drafter: str) -> None:
+        self._sizes = sizes
+        self._num_tables = num_tables
+        self._drafter = drafter
+        slots = sizes.max_num_seqs
+        self._floats = np.zeros((slots, 3), dtype=np.float32)
+        self._ints = np.zeros((slots, 2), dtype=np.int64)
+        self._logprobs = np.full(slots, _NO_LOGPROBS, dtype=np.int64)
+        # Most steps have the row lengths of the one before.
+        self._last: tuple[np.ndarray, tuple[np.ndarray, np.ndarray, np.ndarray]] | None = None
+
+    def admit(self, new: NewSequence) -> None:
+        """Note how a sequence samples."""
+        params, vocab = new.params, self._sizes.vocab_size
+        # Rounding must not drop a tail that top_p 1 keeps.
+        top_p = 2.0 if params.top_p >= 1.0 else params.top_p
+        self._floats[new.slot] = (params.temperature, top_p, params.min_p)
+        top_k = params.top_k if params.top_k > 0 else vocab
+        seed = new.seed % 2**64
+        signed = seed - 2**64 if seed >= 2**63 else seed
+        self._ints[new.slot] = (min(top_k, vocab), signed)
+        self._logprobs[new.slot] = _NO_LOGPROBS if params.logprobs is None else params.logprobs
+
+    def wants_all(self, output: SchedulerOutput) -> bool:
+        """Whether a sampling row asks for the log-probabilities of the whole vocabulary."""
+        slots = [row.slot for row in output.known if row.samples]
+        slots.extend(fork.slot for _, fork in output.forks)
+        if output.verify is not None:
+            slots.extend(output.verify.slots.tolist())
+        return bool((self._logprobs[slots] == _ALL_LOGPROBS).any())
+
+    def stage(
+        self,
+        frame: rt.Frame,
+        stream: rt.Stream,
+        output: SchedulerOutput,
+        rows: CompactRows | None,
+        *,
+        scored: Collection[int],
+    ) -> tuple[StepShape, tuple[int, ...]]:
+        """Write and commit a step's inputs.
+
+        Args:
+            frame: Where to.
+            stream: Of the copies.
+            output: The step.
+            rows: Batch rows of the compact layout, None for slots.
+            scored: Slots whose prompt gets log-probabilities.
+
+        Returns:
+            The step's shape, and the first sample position of each row.
+        """
+        verify = output.verify
+        lengths = np.zeros(0, dtype=np.int64) if verify is None else verify.num_drafts + 1
+        num_verify_tokens = int(lengths.sum())
+        layout = _Ragged(num_verify_tokens, 0, [], np.zeros(0, dtype=np.int64), [])
+        draft_width = 0
+        with frame.stage() as opened:
+            put = _Put(opened)
+            if verify is not None:
+                layout.table_end = verify.kv_table.size
+                self._put_verify(put, verify, lengths, rows)
+            for row in output.known:
+                self._put_known(put, row, layout, with_next=row.slot in scored)
+            num_samples, num_ending = self._put_samples(put, output, lengths, rows, layout)
+            if self._drafter != "none":
+                draft_width = self._put_drafts(put, output, rows)
+            if rows is not None:
+                for index, name in enumerate(COUNT_NAMES):
+                    put("counts", rows.counts[name], index * self._sizes.max_num_seqs)
+                put("row_map", rows.prev_positions())
+            opened.commit(stream, rows=put.rows)
+        slots = layout.slots
+        floats, ints = self._floats[slots], self._ints[slots]
+        asks = bool((self._logprobs[slots] > _NO_LOGPROBS).any())
+        shape = StepShape(
+            num_verify=len(lengths),
+            num_verify_tokens=num_verify_tokens,
+            max_query_len=int(lengths.max(initial=0)),
+            num_tokens=layout.num_tokens,
+            num_padded=-(-layout.num_tokens // ROW_TILE) * ROW_TILE,
+            kv_width=0 if verify is None else verify.kv_table.shape[1],
+            state_width=_state_width(verify),
+            may_cross=verify is not None and verify.may_cross,
+            max_seq_len=0 if verify is None else verify.max_seq_len,
+            known=tuple(
+                KnownShape(
+                    path=row.path,
+                    start=row.start,
+                    length=len(row.token_ids),
+                    samples=row.samples,
+                    table=table,
+                    states=row.states,
+                )
+                for row, table in zip(output.known, layout.tables, strict=True)
+            ),
+            num_ending=num_ending,
+            num_forked=sum(len(row.forks) for row in output.known),
+            num_samples=num_samples,
+            is_all_greedy=bool((floats[:, 0] == 0.0).all()),
+            filters=bool(
+                (floats[:, 1] < 1.0).any()
+                or (floats[:, 2] > 0.0).any()
+                or (ints[:, 0] < self._sizes.vocab_size).any()
+            ),
+            # Always as many, so that ties do not depend on what batch mates ask for.
+            num_logprobs=min(MAX_LOGPROBS, self._sizes.vocab_size) if asks else -1,
+            num_drafts=output.num_draft_tokens,
+            draft_width=draft_width,
+        )
+        return shape, tuple(layout.first)
+
+    def _put_verify(
+        self, put: _Put, verify: VerifyPlan, lengths: np.ndarray, rows: CompactRows | None
+    ) -> None:
+        token_row, token_column, token_index = self._ragged(lengths)
+        if rows is None:
+            put("rows", verify.slots)
+        else:
+            put("rows", rows.rows_of(verify.seq_ids))
+        put("slots", verify.slots)
+        put("lengths", lengths)
+        put("state_base", verify.state_base)
+        put("token_row", token_row)
+        put("token_column", token_column)
+        put("token_index", token_index)
+        put("tables", verify.kv_table.reshape(-1))
+        for group, table in enumerate(verify.state_tables):
+            put("state_tables", table.reshape(-1), group * table.size)
+
+    def _ragged(self, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Row and place of each packed token, and the packed place of each (row, place)."""
+        if self._last is not None and np.array_equal(self._last[0], lengths):
+            return self._last[1]
+        n, query = len(lengths), int(lengths.max())
+        ends = np.cumsum(lengths)
+        starts = ends - lengths
+        column = np.arange(query)
+        index = np.where(column < lengths[:, None], starts[:, None] + column, 0)
+        places = np.arange(int(ends[-1])) - np.repeat(starts, lengths)
+        made = (np.repeat(np.arange(n), lengths), places, index.reshape(-1))
+        self._last = (lengths, made)
+        return made
+
+    def _put_known(self, put: _Put, row: KnownPlan, layout: _Ragged, *, with_next: bool) -> None:
+        block_size, offset, length = self._sizes.block_size, layout.num_tokens, len(row.token_ids)
+        positions = np.arange(row.start, row.start + length)
+        blocks = row.kv_table[positions // block_size].astype(np.int64)
+        put("token_ids", row.token_ids, offset)
+        put("positions", positions, offset)
+        put("kv_slots", blocks * block_size + positions % block_size, offset)
+        if with_next or self._drafter == "mtp":
+            put("next_tokens", row.token_ids[1:], offset)
+            put("next_tokens", (row.next_token,), offset + length - 1)
+        put("tables", row.kv_table, layout.table_end)
+        layout.tables.append((layout.table_end, len(row.kv_table)))
+        layout.table_end += len(row.kv_table)
+        layout.num_tokens += length
+
+    def _put_samples(
+        self,
+        put: _Put,
+        output: SchedulerOutput,
+        lengths: np.ndarray,
+        rows: CompactRows | None,
+        layout: _Ragged,
+    ) -> tuple[int, int]:
+        """Sample positions, and the carry rows of known rows that end, then of their forks.
+
+        Returns:
+            How many there are of each.
+        """
+        num_verify_tokens = offset = int(lengths.sum())
+        num_rows = len(lengths)
+        if output.verify is not None:
+            # Every token of a verify row is a sample position: no list has to be made of them.
+            layout.slots = output.verify.slots
+            layout.first.extend((np.cumsum(lengths) - lengths).tolist())
+            put("sample_index", np.arange(offset))
+            put("sample_row", self._ragged(lengths)[0])
+        index: list[int] = []
+        slots: list[int] = []
+        ending: list[tuple[int, ...]] = []
+        forks: list[tuple[ForkPlan, int, int]] = []
+        for row in output.known:
+            offset += len(row.token_ids)
+            forks.extend((fork, row.end, offset - 1) for fork in row.forks)
+            layout.first.append(num_verify_tokens + len(index))
+            sample = 0
+            if row.samples:
+                sample = num_verify_tokens + len(index)
+                index.append(offset - 1)
+                slots.append(row.slot)
+            if row.ends_known:
+                place = _carry_row(row.seq_id, row.slot, rows)
+                ending.append((place, row.slot, row.end, row.next_token, sample, offset - 1))
+        for fork, end, last in forks:
+            sample = num_verify_tokens + len(index)
+            layout.first.append(sample)
+            index.append(last)
+            slots.append(fork.slot)
+            place = _carry_row(fork.seq_id, fork.slot, rows)
+            ending.append((place, fork.slot, end, -1, sample, last))
+        if slots:
+            put("sample_index", index, num_verify_tokens)
+            put("sample_row", np.arange(num_rows, num_rows + len(slots)), num_verify_tokens)
+            layout.slots = np.concatenate((layout.slots, np.array(slots, dtype=np.int64)))
+        if self._drafter == "draft":
+            ends = [
+                tuple(state.target_block for state in row.states)
+                for row in output.known if row.ends_known
+            ]
+            ends.extend(fork.state_blocks for fork, _, _ in forks)
+            tables = range(self._num_tables)
+            put("known_blocks", [blocks[table] for table in tables for blocks in ends])
+        names = ("known_rows", "known_slots", "known_ends", "known_next", "known_sample")
+        for name, values in zip((*names, "known_last"), zip(*ending, strict=True), strict=False):
+            put(name, values)
+        put("row_float", self._floats[layout.slots].reshape(-1))
+        put("row_int", self._ints[layout.slots].reshape(-1))
+        return num_verify_tokens + len(index), len(ending)
+
+    def _put_drafts(self, put: _Put, output: SchedulerOutput, rows: CompactRows | None) -> int:
+        """Rows that get drafts: every verify row, every known row that ends, then every fork."""
+        plan = output.verify
+        known: list[KnownPlan | ForkPlan] = [row for row in output.known if row.ends_known]
+        known.extend(fork for _, fork in output.forks)
+        count = 0 if plan is None else len(plan.seq_ids)
+        if not count + len(known):
+            return 0
+        widths = [len(row.kv_table) for row in known]
+        width = max(widths, default=0)
+        if plan is not None:
+            width = max(width, plan.kv_table.shape[1])
+        wide = np.zeros((count + len(known), width), dtype=np.int32)
+        if plan is not None:
+            wide[:count, : plan.kv_table.shape[1]] = plan.kv_table
+            put("draft_rows", plan.slots if rows is None else rows.rows_of(plan.seq_ids))
+        for line, row, used in zip(wide[count:], known, widths, strict=True):
+            line[:used] = row.kv_table
+        put("draft_rows", [_carry_row(row.seq_id, row.slot, rows) for row in known], count)
+        put("draft_tables", wide.reshape(-1))
+        return width
+
+
+def _carry_row(seq_id: int, slot: int, rows: CompactRows | None) -> int:
+    return slot if rows is None else rows.row(seq_id)
+
+
+def _state_width(verify: VerifyPlan | None) -> int:
+    if verify is None or not verify.state_tables:
+        return 0
+    return int(verify.state_tables[0].shape[1])

@@ -1,0 +1,683 @@
+"""One step on the device: stage the inputs, launch, fetch what the host will need.
+
+The worker is handed frozen `SchedulerOutput` values and returns a handle whose result is a
+`SampledTokens` in that step's own row order. It knows nothing of requests, text or pools' owners.
+Every buffer and its writers: see buffers.py. Every launch: see launches.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+
+from headrace import rt
+from headrace.worker import drafters, launches
+from headrace.worker.buffers import (
+    MAX_LOGPROBS,
+    MAX_PROMPT_LOGITS,
+    WorkerSizes,
+    input_fields,
+    make_pools,
+    output_fields,
+)
+from headrace.worker.launches import Fixed, Kinds, StepShape
+from headrace.worker.logit_rules import LogitRules, RuledRow, RulesShape, RulesStage
+from headrace.worker.rows import COUNT_NAMES, CompactRows, ProducerMap
+from headrace.worker.staging import Stager
+from headrace.worker.state_scheme import Columns, Replay
+from headrace.worker.step import PromptLogprobs, SampledTokens
+from headrace.worker.token_masks import MasksShape, MasksStage
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from headrace.models.batch import Kernels, StateGroupSpec
+    from headrace.worker.step import KnownPlan, NewSequence, SchedulerOutput
+
+_SCORED_AT_ONCE = 128
+"""Prompt positions whose logits are held together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogprobRows:
+    """Log-probabilities of one step's samples, by sample position.
+
+    Attributes:
+        first: Per row, its first sample position.
+        values, ids: Likeliest tokens, [samples, n].
+        own, rank: Of the chosen tokens, [samples].
+        logits: All raw logits, [samples, V], if a request asked for everything.
+    """
+
+    first: tuple[int, ...]
+    values: np.ndarray
+    ids: np.ndarray
+    own: np.ndarray
+    rank: np.ndarray
+    logits: np.ndarray | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _PromptPart:
+    """Scored tokens of a prompt on their way to the host."""
+
+    seq_id: int
+    start: int
+    token_ids: np.ndarray
+    scores: rt.Ticket
+    logits: rt.Ticket | None
+
+    def result(self) -> PromptLogprobs:
+        scores = self.scores.result()
+        return PromptLogprobs(
+            seq_id=self.seq_id,
+            start=self.start,
+            token_ids=self.token_ids,
+            own=scores["own"],
+            rank=scores["rank"],
+            values=scores["values"],
+            ids=scores["ids"],
+            logits=None if self.logits is None else self.logits.result()["logits"],
+        )
+
+
+class StepHandle:
+    """A step that has been enqueued.
+
+    Attributes:
+        step_id: Its step.
+        produced: Its own row map.
+    """
+
+    __slots__ = (
+        "_first", "_logits", "_prompts", "_result", "_ticket", "has_drafts", "produced", "step_id"
+    )
+
+    def __init__(
+        self,
+        step_id: int,
+        produced: ProducerMap,
+        ticket: rt.Ticket,
+        *,
+        first: tuple[int, ...],
+        has_drafts: bool,
+        logits: rt.Ticket | None,
+        prompts: tuple[_PromptPart, ...] = (),
+    ) -> None:
+        self.step_id = step_id
+        self.produced = produced
+        self.has_drafts = has_drafts
+        self._ticket = ticket
+        self._first = first
+        self._logits = logits
+        self._prompts = prompts
+        self._result: SampledTokens | None = None
+
+    def counts(self) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens each landing row sampled, and its accepted count after the save; waits."""
+        result = self._ticket.result()
+        return result["num_sampled"], result["accepted"]
+
+    def result(self) -> SampledTokens:
+        """Wait for the step's tokens."""
+        if self._result is None:
+            landed = self._ticket.result()
+            logprobs = None
+            if "logprob" in landed.keys():  # noqa: SIM118 - a Result is no dict
+                logprobs = LogprobRows(
+                    first=self._first,
+                    values=landed["top_values"],
+                    ids=landed["top_ids"],
+                    own=landed["logprob"],
+                    rank=landed["rank"],
+                    logits=self._logits.result()["logits"] if self._logits else None,
+                )
+            self._result = SampledTokens(
+                step_id=self.step_id,
+                drafts=self._drafts(landed),
+                token_ids=landed["tokens"],
+                num_sampled=landed["num_sampled"],
+                logprobs=logprobs,
+                prompt_logprobs=tuple(part.result() for part in self._prompts),
+            )
+        return self._result
+
+    def _drafts(self, landed: rt.Result) -> np.ndarray | None:
+        """Drafts in the order of the step's rows; known rows that go on have none."""
+        if "drafts" not in landed.keys():  # noqa: SIM118 - a Result is no dict
+            return None
+        produced, values = self.produced, landed["drafts"]
+        drafts = np.full((len(produced.seq_ids), values.shape[1]), -1, dtype=np.int64)
+        ending = [at for at, end in enumerate(produced.known_ends, produced.num_verify) if end >= 0]
+        drafts[: produced.num_verify] = values[: produced.num_verify]
+        drafts[ending] = values[produced.num_verify :]
+        return drafts
+
+
+class Worker:
+    """Owner of the device's memory.
+
+    Args:
+        model: A model class of `headrace.models`, its weights on the device.
+        runtime: The only way to the device.
+        sizes: What memory is allocated by.
+        scheme: Where recurrent state sits.
+        layout: slots or compact.
+        depth: Steps that may be in flight.
+        kv_dtype: Dtype of keys and values.
+        grid: Tokens between scan points.
+        kernels: What computes the generating rows, of the model and of the draft model.
+        draft_model: The second model of the drafter "draft".
+        drafter: none, mtp, ngram, draft, or scripted (tests, through `scripts`).
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Any,  # noqa: ANN401 - any class of headrace.models
+        runtime: rt.Runtime,
+        sizes: WorkerSizes,
+        scheme: Columns | Replay,
+        layout: Literal["slots", "compact"],
+        depth: int,
+        kv_dtype: torch.dtype,
+        grid: int,
+        kernels: tuple[Kernels, Kernels] = ("torch", "torch"),
+        drafter: str = "none",
+        draft_model: Any = None,  # noqa: ANN401
+    ) -> None:
+        self.runtime = runtime
+        self.sizes = sizes
+        self.layout = layout
+        self.drafter = drafter
+        groups = model.state_groups(sizes.max_drafts)
+        self._draft_model = draft_model
+        draft_groups = () if draft_model is None else draft_model.state_groups(sizes.max_drafts)
+        # The draft model's groups use the served model's tables; the first serves any surplus.
+        self._draft_tables = tuple(min(g, len(groups) - 1) for g in range(len(draft_groups)))
+        is_replay = isinstance(scheme, Replay)
+        interval = scheme.interval if isinstance(scheme, Replay) else scheme.unit
+        self.fixed = Fixed(
+            model=model,
+            scheme=scheme.name,
+            unit=scheme.unit,
+            interval=interval,
+            max_pending=scheme.max_pending if isinstance(scheme, Replay) else 0,
+            max_drafts=0 if is_replay else sizes.max_drafts,
+            block_size=sizes.block_size,
+            grid=grid,
+            kinds=_kinds(groups) + _kinds(draft_groups),
+            table_of=(*range(len(groups)), *self._draft_tables),
+            num_tables=len(groups),
+            draft_kinds=_kinds(draft_groups),
+            kernels=kernels[0],
+            draft_kernels=kernels[1],
+        )
+        self._compute = runtime.stream("compute")
+        self._fetch = runtime.stream("d2h")
+        ring_size = scheme.ring_size if isinstance(scheme, Replay) else 0
+        self.pools = make_pools(
+            runtime,
+            sizes,
+            kv_shape=_kv_shape(model),
+            kv_dtype=kv_dtype,
+            groups=groups,
+            ring_size=ring_size,
+        )
+        self.draft_pools = None
+        if draft_model is not None:
+            self.draft_pools = make_pools(
+                runtime,
+                sizes,
+                kv_shape=_kv_shape(draft_model),
+                kv_dtype=kv_dtype,
+                groups=draft_groups,
+                ring_size=ring_size,
+                prefix="draft.",
+                num_scratch=sizes.max_num_seqs,
+            )
+        self._frames = runtime.frames(
+            "step",
+            depth=depth,
+            inputs=input_fields(sizes, len(groups)),
+            outputs=output_fields(sizes),
+        )
+        self._make_carry()
+        self._make_work(len(groups), model)
+        slots = sizes.max_num_seqs
+        self._stager = Stager(sizes, num_tables=len(groups), drafter=drafter)
+        self._slot_of: dict[int, int] = {}
+        self._inputs_of: dict[int, rt.Bundle] = {}
+        self._rules: dict[int, LogitRules] = {}  # by slot, where there are any
+        self._rules_stage = RulesStage(
+            runtime, depth=depth, max_samples=sizes.max_samples, vocab_size=sizes.vocab_size
+        )
+        self._masks_stage = MasksStage(runtime, depth=depth, vocab_size=sizes.vocab_size)
+        self._scored: dict[int, NewSequence] = {}  # by slot, where prompt_logprobs are wanted
+        self._scores: dict[str, rt.Buffer] = {}
+        self._prompt_logits: rt.Buffer | None = None
+        self._compact = CompactRows(slots, scheme.unit, interval)
+        self._unapplied: StepHandle | None = None
+        self.num_forward_tokens = 0
+        self.num_steps = 0
+
+    def _make_carry(self) -> None:
+        n, s = self.sizes.max_num_seqs, max(1, self.sizes.max_drafts)
+        alloc, i64 = self.runtime.alloc, torch.int64
+        kinds = {"computed": "lengths", "accepted": "accepted_counts"}
+        self._counts = rt.Bundle({
+            name: alloc(f"carry.{name}", (n,), i64, kind=kinds.get(name, "carry"), fill=0)
+            for name in COUNT_NAMES
+        })
+        copies = 1 if self.layout == "slots" else 2
+        self._last_token = [
+            alloc(f"carry.last_token.{i}", (n,), i64, kind="sampled_tokens", fill=0)
+            for i in range(copies)
+        ]
+        self._drafts = [
+            alloc(f"carry.drafts.{i}", (n, s), i64, kind="sampled_tokens", fill=-1)
+            for i in range(copies)
+        ]
+        self._turn = 0
+        shape = (self.sizes.num_kv_blocks, self.sizes.block_size)
+        self._tokens = alloc("kv.tokens", shape, i64, kind="kv_block", fill=0)
+        if self.drafter == "scripted":
+            width = self.sizes.max_model_len + s + 2
+            self._script = tuple(
+                alloc(f"carry.{name}", (n, width), i64, kind="script", fill=-1)
+                for name in ("script", "keep")
+            )
+        self.scripts: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def _make_work(self, num_groups: int, model: Any) -> None:  # noqa: ANN401
+        sizes = self.sizes
+        t, n, s = sizes.padded_tokens, sizes.max_num_seqs, sizes.max_drafts
+        i64 = torch.int64
+        alloc = self.runtime.alloc
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "token_ids": ((t,), i64),
+            "positions": ((t,), i64),
+            "kv_slots": ((t,), i64),
+            "computed": ((n,), i64),
+            "accepted": ((n,), i64),
+            "kept": ((n,), i64),
+            "base_len": ((n,), i64),
+            "write_len": ((n,), i64),
+            "window_blocks": ((max(1, num_groups), n, 1 + s), torch.int32),
+            "chosen": ((sizes.max_samples,), i64),
+            "draft_last": ((n,), i64),
+        }
+        self._work = rt.Bundle({
+            name: alloc(f"work.{name}", shape, dtype, kind="work", fill=0)
+            for name, (shape, dtype) in shapes.items()
+        })
+        self._hidden = alloc("work.hidden", (t, sizes.hidden_size), model.dtype, kind="work")
+        self._logits = alloc(
+            "work.logits", (sizes.max_samples, sizes.vocab_size), torch.float32, kind="work"
+        )
+
+    # A step --------------------------------------------------------------------------------
+
+    def execute(self, output: SchedulerOutput) -> StepHandle:
+        """Enqueue one step. Returns at once, except in the compact layout after drafts."""
+        for seq_id in output.left:
+            self._leave(seq_id)
+        for new in output.admitted:
+            self._admit(new)
+        frame = self._frames.next()
+        rows = self._carry_rows(output)
+        shape, first = self._stager.stage(
+            frame, self._compute, output, rows, scored=self._scored.keys()
+        )
+        counts, last_token, drafts = self._carry(frame, output, rows)
+        states, rings = self.pools.states, self.pools.rings
+        kv: tuple[rt.Buffer, ...] = (self.pools.k, self.pools.v)
+        all_states, all_rings = states, rings
+        if self.draft_pools is not None:
+            kv = (*kv, self.draft_pools.k, self.draft_pools.v)
+            all_states = states + self.draft_pools.states
+            all_rings = rings + self.draft_pools.rings
+        inputs, outputs, work = self._inputs(frame), frame.outputs, self._work
+        launch, compute = self.runtime.launch, self._compute
+        if output.copies:
+            launch(
+                launches.copy_blocks, compute, kv=kv, tokens=self._tokens, states=all_states,
+                rings=all_rings, table_of=self.fixed.table_of,
+                # Compact rows have inherited theirs already, by row.
+                carry=(
+                    {**counts, "last_token": last_token, "drafts": drafts} if rows is None else {}
+                ),
+                kv_pairs=output.copies.kv, state_pairs=output.copies.states,
+                slot_pairs=output.copies.slots,
+            )
+        launch(
+            launches.advance, compute, inputs=inputs, counts=counts, last_token=last_token,
+            drafts=drafts, states=all_states, tokens=self._tokens, work=work, shape=shape,
+            fixed=self.fixed,
+        )
+        self._forward(frame, shape)
+        rules, rules_shape = self._stage_rules(output, shape, first)
+        masks, masks_shape = self._stage_masks(output, first)
+        launch(
+            launches.verify, compute, inputs=inputs, work=work, logits=self._logits,
+            counts=counts, last_token=last_token, drafts=drafts, tokens=self._tokens, rules=rules,
+            masks=masks, outputs=outputs, shape=shape, rules_shape=rules_shape,
+            masks_shape=masks_shape, fixed=self.fixed,
+        )
+        needs_save = shape.num_verify and shape.may_cross and self.fixed.kinds
+        if needs_save and self.fixed.scheme == "columns":
+            launch(
+                launches.save, compute, inputs=inputs, work=work, counts=counts, states=all_states,
+                outputs=outputs, shape=shape, fixed=self.fixed,
+            )
+        logits = None
+        if shape.num_logprobs >= 0 and self._stager.wants_all(output):
+            logits = self.runtime.fetch(
+                {"logits": self._logits[: shape.num_samples]}, on=compute, rows=output.step_id
+            )
+        prompts = self._score_prompts(frame, output, shape) if self._scored else ()
+        self._draft(frame, shape, counts, last_token, drafts, is_fork=False)
+        if shape.num_forked:
+            # After the drafter too: its caches lie in the same blocks.
+            launch(
+                launches.copy_blocks, compute, kv=kv, tokens=self._tokens, states=all_states,
+                rings=(), table_of=self.fixed.table_of, carry={}, slot_pairs=(),
+                **_fork_copies(output, self.fixed.num_tables),
+            )
+            self._draft(frame, shape, counts, last_token, drafts, is_fork=True)
+        if output.lands_drafts:
+            launch(
+                launches.land_drafts, compute, inputs=inputs, drafts=drafts, outputs=outputs,
+                shape=shape,
+            )
+        done = compute.record()
+        produced = ProducerMap.of(output)
+        ticket = self.runtime.fetch(
+            _wanted(outputs, shape, has_drafts=output.lands_drafts), on=self._fetch, after=done,
+            rows=produced,
+        )
+        handle = StepHandle(
+            output.step_id, produced, ticket, first=first, logits=logits, prompts=prompts,
+            has_drafts=output.verify is not None and bool(output.verify.num_drafts.any()),
+        )
+        if self.layout == "compact":
+            self._unapplied = handle
+        self.num_forward_tokens += shape.num_tokens
+        self.num_steps += 1
+        return handle
+
+    def _forward(self, frame: rt.Frame, shape: StepShape) -> None:
+        # A step may have copies alone: its only row was a fork, which has left.
+        if shape.num_tokens:
+            self.runtime.launch(
+                launches.forward, self._compute, inputs=self._inputs(frame), work=self._work,
+                k=self.pools.k, v=self.pools.v, states=self.pools.states, rings=self.pools.rings,
+                hidden=self._hidden, logits=self._logits, shape=shape, fixed=self.fixed,
+            )
+
+    def _draft(
+        self,
+        frame: rt.Frame,
+        shape: StepShape,
+        counts: dict[str, Any],
+        last_token: Any,  # noqa: ANN401 - a Buffer or a View
+        drafts: Any,  # noqa: ANN401
+        *,
+        is_fork: bool,
+    ) -> None:
+        if not shape.num_tokens:
+            return
+        inputs, launch, compute = self._inputs(frame), self.runtime.launch, self._compute
+        if self.drafter == "mtp":
+            launch(
+                drafters.draft_mtp, compute, inputs=inputs, work=self._work, hidden=self._hidden,
+                last_token=last_token, k=self.pools.k, v=self.pools.v, drafts=drafts,
+                shape=shape, fixed=self.fixed, is_fork=is_fork,
+            )
+        elif self.drafter == "ngram":
+            launch(
+                drafters.draft_ngram, compute, inputs=inputs, tokens=self._tokens, counts=counts,
+                last_token=last_token, drafts=drafts, shape=shape, fixed=self.fixed,
+                is_fork=is_fork,
+            )
+        elif self.drafter == "draft":
+            assert self.draft_pools is not None
+            launch(
+                drafters.draft_model, compute, inputs=inputs, work=self._work, counts=counts,
+                last_token=last_token, k=self.draft_pools.k, v=self.draft_pools.v,
+                states=self.draft_pools.states, rings=self.draft_pools.rings, drafts=drafts,
+                shape=shape, fixed=self.fixed, model=self._draft_model,
+                tables=self._draft_tables, num_state_blocks=self.sizes.num_state_blocks,
+                is_fork=is_fork,
+            )
+        elif self.drafter == "scripted":
+            launch(
+                drafters.draft_scripted, compute, inputs=inputs, counts=counts,
+                script=self._script[0], keep=self._script[1], drafts=drafts, shape=shape,
+                vocab_size=self.sizes.vocab_size, is_fork=is_fork,
+            )
+
+    def _stage_masks(
+        self, output: SchedulerOutput, first: tuple[int, ...]
+    ) -> tuple[dict[str, rt.Buffer] | None, MasksShape | None]:
+        """Stage what grammars allow in this step; nothing if none of its rows has one."""
+        if output.masks is None:
+            return None, None
+        return self._masks_stage.stage(output.masks, first, self._compute)
+
+    def _stage_rules(
+        self, output: SchedulerOutput, shape: StepShape, first: tuple[int, ...]
+    ) -> tuple[dict[str, rt.Buffer] | None, RulesShape | None]:
+        """Stage the rules of this step's sampling rows; nothing if none of them has any."""
+        if not self._rules:
+            return None, None
+        rows = [
+            RuledRow(
+                rules=self._rules[slot], first_sample=first[row], num_samples=num_samples,
+                table_start=table[0], table_width=table[1],
+            )
+            for slot, row, num_samples, table in _sampling_rows(output, shape)
+            if slot in self._rules
+        ]
+        if not rows:
+            return None, None
+        return self._rules_stage.stage(rows, self._compute)
+
+    def _score_prompts(
+        self, frame: rt.Frame, output: SchedulerOutput, shape: StepShape
+    ) -> tuple[_PromptPart, ...]:
+        """Score the prompt tokens after those of this step's chunks, a few positions at a time."""
+        parts = []
+        offset = shape.num_verify_tokens
+        for row in output.known:
+            new = self._scored.get(row.slot)
+            if new is not None:
+                # The prompt's last position is followed by output.
+                count = min(row.end, new.num_prompt_tokens - 1) - row.start
+                if count > 0:
+                    parts.append(self._score(frame, row, new, offset, count))
+            offset += len(row.token_ids)
+        return tuple(parts)
+
+    def _score(
+        self, frame: rt.Frame, row: KnownPlan, new: NewSequence, offset: int, count: int
+    ) -> _PromptPart:
+        self._allocate_scores()
+        logits = None
+        if new.prompt_logprobs == -1:
+            if self._prompt_logits is None:
+                lines = max(1, MAX_PROMPT_LOGITS // self.sizes.vocab_size)
+                self._prompt_logits = self.runtime.alloc(
+                    "prompt.logits", (lines, self.sizes.vocab_size), torch.float32, kind="work"
+                )
+            logits = self._prompt_logits
+        for at in range(0, count, _SCORED_AT_ONCE):
+            self.runtime.launch(
+                launches.score_prompt, self._compute, inputs=self._inputs(frame),
+                hidden=self._hidden, scores=self._scores, logits=logits, start=offset + at,
+                count=min(_SCORED_AT_ONCE, count - at), at=at, fixed=self.fixed,
+            )
+        scores = {name: buffer[offset : offset + count] for name, buffer in self._scores.items()}
+        fetch, where = self.runtime.fetch, self._compute
+        return _PromptPart(
+            seq_id=row.seq_id,
+            start=row.start + 1,
+            token_ids=new.token_ids[row.start + 1 : row.start + 1 + count],
+            scores=fetch(scores, on=where, rows=row.seq_id),
+            logits=(
+                None if logits is None
+                else fetch({"logits": logits[:count]}, on=where, rows=row.seq_id)
+            ),
+        )
+
+    def _allocate_scores(self) -> None:
+        if self._scores:
+            return
+        tokens, width = self.sizes.padded_tokens, min(MAX_LOGPROBS, self.sizes.vocab_size)
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "own": ((tokens,), torch.float32),
+            "rank": ((tokens,), torch.int64),
+            "values": ((tokens, width), torch.float32),
+            "ids": ((tokens, width), torch.int64),
+        }
+        self._scores = {
+            name: self.runtime.alloc(f"prompt.{name}", shape, dtype, kind="work")
+            for name, (shape, dtype) in shapes.items()
+        }
+
+    def _leave(self, seq_id: int) -> None:
+        """Forget what only some sequences have: the slot's next one may have none."""
+        slot = self._slot_of.pop(seq_id, None)
+        if slot is not None:
+            self._rules.pop(slot, None)
+            self._scored.pop(slot, None)
+
+    def _inputs(self, frame: rt.Frame) -> rt.Bundle:
+        """A frame's inputs that launches only read; `counts` is handed over as carry instead."""
+        inputs = self._inputs_of.get(frame.index)
+        if inputs is None:
+            own = ("counts", "row_map")
+            inputs = rt.Bundle({n: view for n, view in frame.inputs.items() if n not in own})
+            self._inputs_of[frame.index] = inputs
+        return inputs
+
+    def _admit(self, new: NewSequence) -> None:
+        self._slot_of[new.seq_id] = new.slot  # For `_leave`.
+        rules = LogitRules.of(new)
+        if rules is not None:
+            self._rules[new.slot] = rules
+        if new.prompt_logprobs is not None:
+            self._scored[new.slot] = new
+        self._stager.admit(new)
+        if self.drafter == "scripted" and new.seq_id in self.scripts:
+            for buffer, values in zip(self._script, self.scripts[new.seq_id], strict=True):
+                line = torch.full((1, buffer.shape[1]), -1, dtype=torch.int64)
+                line[0, : len(values)] = torch.from_numpy(values)
+                self.runtime.write(buffer[new.slot : new.slot + 1], line)
+
+    def _carry_rows(self, output: SchedulerOutput) -> CompactRows | None:
+        """Compact: apply the last step's results through its own map, then move rows."""
+        if self.layout == "slots":
+            return None
+        rows = self._compact
+        previous, self._unapplied = self._unapplied, None
+        admitted = tuple(new.seq_id for new in output.admitted)
+        forks = output.copies.sequences
+        if forks and previous is not None:
+            # Children inherit their parents' counts, and a parent may leave in this very step.
+            # No step of a parent is in flight, so this waits for nothing that a fork needs not.
+            self._apply(previous)
+            previous = None
+        rows.begin_step(output.left, admitted, forks)
+        if previous is not None:
+            self._apply(previous)
+        return rows
+
+    def _apply(self, previous: StepHandle) -> None:
+        """Compact: take in a step's counts through its own map."""
+        if previous.has_drafts:
+            num_sampled, accepted = previous.counts()
+            self._compact.apply(previous.produced, num_sampled, accepted)
+        else:
+            self._compact.apply(previous.produced, None, None)
+
+    def _carry(
+        self, frame: rt.Frame, output: SchedulerOutput, rows: CompactRows | None
+    ) -> tuple[dict[str, Any], Any, Any]:
+        """The carry arrays of this step: counts, last tokens, drafts."""
+        if rows is None:
+            return self._counts, self._last_token[0], self._drafts[0]
+        count = self.sizes.max_num_seqs
+        counts = {
+            name: frame.inputs["counts"][index * count : (index + 1) * count]
+            for index, name in enumerate(COUNT_NAMES)
+        }
+        old, new = self._turn, 1 - self._turn
+        self._turn = new
+        del output
+        self.runtime.launch(
+            launches.gather_carry, self._compute, row_map=frame.inputs["row_map"],
+            source_token=self._last_token[old], source_drafts=self._drafts[old],
+            last_token=self._last_token[new], drafts=self._drafts[new],
+            num_rows=len(rows.seq_ids),
+        )
+        return counts, self._last_token[new], self._drafts[new]
+
+
+def _wanted(
+    outputs: dict[str, rt.Buffer], shape: StepShape, *, has_drafts: bool
+) -> dict[str, rt.View]:
+    """What of a step's outputs the host reads."""
+    num_rows = shape.num_verify + len(shape.known) + shape.num_forked
+    num_drafting = shape.num_verify + shape.num_ending
+    wanted = {name: outputs[name][:num_rows] for name in ("tokens", "num_sampled", "accepted")}
+    if has_drafts and num_drafting:
+        wanted["drafts"] = outputs["drafts"][:num_drafting]
+    if shape.num_logprobs >= 0:
+        for name in ("logprob", "rank", "top_values", "top_ids"):
+            wanted[name] = outputs[name][: shape.num_samples]
+    return wanted
+
+
+def _sampling_rows(
+    output: SchedulerOutput, shape: StepShape
+) -> Iterator[tuple[int, int, int, tuple[int, int]]]:
+    """Slot, row, samples and KV table (offset, width) of every row that samples."""
+    if output.verify is not None:
+        width = shape.kv_width
+        counts = (output.verify.num_drafts + 1).tolist()
+        for row, slot in enumerate(output.verify.slots.tolist()):
+            yield slot, row, counts[row], (row * width, width)
+    for row, plan in enumerate(output.known, start=shape.num_verify):
+        if plan.samples:
+            yield plan.slot, row, 1, shape.known[row - shape.num_verify].table
+    row = shape.num_verify + len(output.known)
+    for plan, known in zip(output.known, shape.known, strict=True):
+        for fork in plan.forks:
+            # What precedes its first token is the prompt, which is the row's.
+            yield fork.slot, row, 1, known.table
+            row += 1
+
+
+def _fork_copies(output: SchedulerOutput, num_tables: int) -> dict[str, Any]:
+    """What the forks of this step's known rows copy."""
+    forks = output.forks
+    return {
+        "kv_pairs": tuple(pair for _, fork in forks for pair in fork.kv_copies),
+        "state_pairs": tuple(
+            tuple((row.states[t].target_block, fork.state_blocks[t]) for row, fork in forks)
+            for t in range(num_tables)
+        ),
+    }
+
+
+def _kv_shape(model: Any) -> tuple[int, int, int, int]:  # noqa: ANN401
+    config = model.config
+    return model.num_kv_layers, config.num_kv_heads, config.head_dim, config.kv_value_dim
+
+
+def _kinds(groups: tuple[StateGroupSpec, ...]) -> tuple[Kinds, ...]:
+    return tuple(tuple((spec.name, spec.kind) for spec in group.state) for group in groups)

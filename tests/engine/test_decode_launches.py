@@ -1,0 +1,253 @@
+"""What a decode step launches needs nothing that only the device knows, and compiles for Hopper.
+
+Both are shown on the meta device, whose tensors have shapes and no values: what asks for a value
+there, such as `.item()`, raises.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from conformance import MAX_LEN, VOCAB, make_engine
+
+from headrace.config import EngineConfig
+from headrace.engine.inspection import _without_weights
+from headrace.models.batch import (
+    ROW_TILE,
+    Caches,
+    ColumnsMetadata,
+    ReplayMetadata,
+    StateCache,
+    StepBatch,
+    VerifyRows,
+)
+from headrace.models.config import ModelConfig
+from headrace.ops import gated_delta_decode, paged_decode
+from headrace.ops.aot import MAX_SHARED_BYTES, KernelSpec, compile_kernel, spec_of
+from headrace.rt.buffers import tensors_of
+from headrace.sampling_params import SamplingParams
+from headrace.testing import KERNEL_SIZES, tiny_model
+
+if TYPE_CHECKING:
+    from headrace import rt
+    from headrace.worker.launches import StepShape
+
+SHAPES = sorted((Path(__file__).parents[2] / "benchmarks" / "shapes").glob("*.json"))
+
+DRAFTS = ("none", "scripted:3", "mtp:2", "ngram:2", "draft:x:2")
+STEPS = [
+    ("slots", "columns", "mtp:2"),
+    *(
+        pytest.param(*step, marks=pytest.mark.full)
+        for step in itertools.product(("slots", "compact"), ("columns", "replay"), DRAFTS)
+        if step != ("slots", "columns", "mtp:2")
+    ),
+]
+"""Layout, scheme and drafts of a step; the first one stands for all."""
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
+    """Kernels that were launched on the meta device; on the CPU there are the references."""
+    pytest.importorskip("triton")
+    from headrace.ops.gated_delta_decode import fused as mixer  # noqa: PLC0415  after the settings
+    from headrace.ops.paged_decode import fused as attention  # noqa: PLC0415
+    from headrace.ops.state_columns import fused as columns  # noqa: PLC0415
+
+    specs: list[KernelSpec] = []
+
+    def launch(kernel: Any, grid: tuple[int, ...], *args: object, **options: object) -> None:  # noqa: ANN401
+        assert 0 not in grid
+        specs.append(spec_of(kernel, args, options))
+
+    for module in (mixer, attention):
+        monkeypatch.setattr(module, "launch_kernel", launch)
+    # Its tuples nobody compiles here; and tensors without memory have no addresses to compare.
+    monkeypatch.setattr(columns, "launch_kernel", lambda *_, **__: None)
+    monkeypatch.setattr(columns, "refuse_shared", lambda *_: None)
+    for op in (gated_delta_decode, paged_decode):
+        monkeypatch.setattr(op, "can_launch", lambda tensor: tensor.device.type == "meta")
+    return specs
+
+
+def on_meta(value: Any) -> Any:  # noqa: ANN401
+    """The same shapes without values."""
+    if isinstance(value, torch.Tensor):
+        return value.to("meta")
+    if isinstance(value, dict):
+        return {name: on_meta(part) for name, part in value.items()}
+    if isinstance(value, (tuple, list)):
+        return tuple(on_meta(part) for part in value)
+    return value
+
+
+@pytest.mark.parametrize(("layout", "scheme", "drafts"), STEPS)
+def test_launches_of_a_decode_step_ask_the_device_for_nothing(
+    layout: str, scheme: str, drafts: str, launched: list[KernelSpec]
+) -> None:
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"], **KERNEL_SIZES,
+    }
+    model = tiny_model(**sizes)
+    engine = make_engine(
+        model, draft_model=model if drafts.startswith("draft") else None, kernels="triton",
+        batch_layout=layout, state_scheme=scheme, speculative=drafts,
+        replay_interval=4 if scheme == "replay" else None,
+    )
+    # So that drafts are proposed from the first step on.
+    engine.scheduler.policy = None
+    twin = _without_weights(model.config, EngineConfig(dtype="float32", state_dtype="float32"))
+    runtime, launch = engine.parts.runtime, engine.parts.runtime.launch
+    seen: set[tuple[str, bool, int]] = set()
+
+    def launch_twice(op: rt.Op[Any], stream: rt.Stream, **arguments: Any) -> None:  # noqa: ANN401
+        shape: StepShape | None = arguments.get("shape")
+        place = (op.name, shape.may_cross, shape.max_query_len) if shape is not None else None
+        if place is not None and not shape.known and place not in seen:
+            seen.add(place)
+            without = {
+                name: on_meta(tensors_of(name, value)) if name in op.effects else value
+                for name, value in arguments.items()
+            }
+            if "fixed" in without:
+                without["fixed"] = replace(without["fixed"], model=twin)
+            if "model" in without:
+                without["model"] = twin
+            op.fn(**without)
+        launch(op, stream, **arguments)
+
+    runtime.launch = launch_twice  # type: ignore[method-assign]
+    rng = random.Random(0)
+    for index, length in enumerate((5, 13, 20)):
+        params = SamplingParams(
+            temperature=float(index), top_k=5 * index, seed=index, max_tokens=5, ignore_eos=True
+        )
+        prompt = [rng.randrange(2, VOCAB) for _ in range(length)]
+        request = engine.add_request(str(index), prompt, params)
+        if drafts.startswith("scripted"):
+            script = np.array([rng.randrange(VOCAB) for _ in range(MAX_LEN)])
+            engine.worker.scripts[request.sequences[0].seq_id] = (script, script % 4)
+    while engine.has_work():
+        engine.step()
+    ops = {name for name, _, _ in seen}
+    assert {"advance", "forward", "verify"} <= ops
+    assert ("save" in ops) == (scheme == "columns")
+    drafter = drafts.partition(":")[0]
+    names = {"none": set(), "draft": {"draft_model"}}.get(drafter, {f"draft_{drafter}"})
+    assert {name for name in ops if name.startswith("draft")} == names
+    kernels = {spec.kernel.partition(":")[2] for spec in launched}
+    assert kernels == {"gated_delta_decode_kernel", "paged_decode_kernel", "combine_splits_kernel"}
+
+
+def specs_of_shape(
+    path: Path, scheme: str, rows: int, queries: int, state_dtype: str, launched: list[KernelSpec]
+) -> list[KernelSpec]:
+    """Different kernels that a decode step of a model of this shape launches, in bfloat16."""
+
+    def numbers(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    # One period of layers: the others launch the same.
+    config = ModelConfig.from_dict(raw | {"num_hidden_layers": raw["full_attention_interval"]})
+    settings = EngineConfig(dtype="bfloat16", state_dtype=state_dtype)  # type: ignore[arg-type]
+    model = _without_weights(config, settings)
+    assert model.kernel_obstacle(config) is None
+    (group,) = model.state_groups(queries - 1)
+    layers, blocks, slots, page, ring = len(group.layers), 1 + 3 * rows, 1 + rows, 16, 32
+    state = {
+        each.name: numbers(layers, blocks, *each.shape, dtype=getattr(torch, each.dtype))
+        for each in group.state
+    }
+    rings = {
+        each.name: numbers(layers, slots, ring, *each.shape, dtype=getattr(torch, each.dtype))
+        for each in group.ring
+    }
+    k, v = (
+        numbers(
+            model.num_kv_layers, 64 * rows, page, config.num_kv_heads, config.head_dim,
+            dtype=model.dtype,
+        )
+        for _ in "kv"
+    )
+    block = numbers(rows, dtype=torch.int32)
+    states: ColumnsMetadata | ReplayMetadata
+    if scheme == "columns":
+        columns = numbers(rows, queries, dtype=torch.int32)
+        states = ColumnsMetadata(window_blocks=columns, accepted=numbers(rows))
+    else:
+        states = ReplayMetadata(
+            base_block=block, base_len=numbers(rows), computed=numbers(rows), write_block=block,
+            write_len=numbers(rows), ring_block=block, max_pending=16 + queries - 1, interval=16,
+        )
+    tokens = -(-rows * queries // ROW_TILE) * ROW_TILE
+    batch = StepBatch(
+        num_tokens=rows * queries,
+        token_ids=numbers(tokens),
+        positions=numbers(tokens),
+        kv_slot_mapping=numbers(tokens),
+        verify=VerifyRows(
+            num_rows=rows,
+            max_query_len=queries,
+            token_index=numbers(rows, queries),
+            query_lens=numbers(rows),
+            seq_lens=numbers(rows),
+            max_seq_len=1000,
+            block_table=numbers(rows, 64, dtype=torch.int32),
+            states=(states,),
+        ),
+        known=(),
+        kernels="triton",
+    )
+    cache = StateCache(state=state, ring=rings if scheme == "replay" else {})
+    hidden = model.forward(batch, Caches(k=k, v=v, groups=(cache,)))
+    assert hidden.shape == (tokens, config.hidden_size)
+    return list({str(spec): spec for spec in launched}.values())
+
+
+@pytest.mark.parametrize("rows", [1, pytest.param(128, marks=pytest.mark.full)])
+@pytest.mark.parametrize("scheme", ["replay", pytest.param("columns", marks=pytest.mark.full)])
+@pytest.mark.parametrize("path", SHAPES, ids=lambda path: path.stem)
+def test_a_layer_launches_one_kernel_or_a_few(
+    path: Path, scheme: str, rows: int, launched: list[KernelSpec]
+) -> None:
+    specs = specs_of_shape(path, scheme, rows, 1, "float32", launched)
+    # Three small ones where there are few rows; partial sums of attention, then their sum.
+    phases = 3 if rows == 1 else 1
+    assert sum("gated_delta_decode" in spec.kernel for spec in launched) == 3 * phases
+    assert sum("paged_decode" in spec.kernel for spec in launched) == 2
+    # All layers use the same machine code.
+    assert len(specs) == phases + 2
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("scheme", "state_dtype", "rows", "queries"),
+    [
+        ("columns", "float32", 1, 1),
+        ("columns", "bfloat16", 128, 4),
+        ("replay", "bfloat16", 128, 1),
+        ("replay", "float32", 128, 4),
+        ("replay", "float32", 1, 8),
+    ],
+)
+@pytest.mark.parametrize("path", SHAPES, ids=lambda path: path.stem)
+def test_what_a_decode_step_launches_compiles_for_hopper_without_spills(
+    path: Path, scheme: str, rows: int, queries: int, state_dtype: str, launched: list[KernelSpec]
+) -> None:
+    for spec in specs_of_shape(path, scheme, rows, queries, state_dtype, launched):
+        compiled = compile_kernel(spec)
+        assert compiled.spill_bytes == 0, spec
+        assert compiled.shared_bytes <= MAX_SHARED_BYTES, spec
+        if spec.kernel.endswith(":paged_decode_kernel"):
+            products = [name for name in compiled.instructions if "MMA" in name]
+            assert compiled.tensor_core or any(name.startswith("HMMA") for name in products), spec

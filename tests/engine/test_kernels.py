@@ -1,0 +1,289 @@
+"""Generated tokens through fused kernels give what PyTorch operations give, within a tolerance.
+
+An engine with `kernels` "triton" and one with "torch" get the same requests; their tokens, logits
+and all that their pools hold afterwards are compared. The tolerance is what docs/architecture.md
+promises where bits are not promised: 2e-4 of the standard deviation.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from conformance import GREEDY, VOCAB, Job, make_engine, script_for, solve
+
+from headrace.config import EngineConfig
+from headrace.engine.load import load_parts, resolve_kernels
+from headrace.errors import ConfigError
+from headrace.ops import gated_delta_decode, paged_decode
+from headrace.rt import Effect
+from headrace.rt.buffers import tensors_of
+from headrace.rt.detector import RowBound, assert_effects
+from headrace.testing import KERNEL_SIZES, tiny_family, tiny_model
+from headrace.worker import launches
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from headrace.engine.engine import Engine
+    from headrace.outputs import RequestOutput
+    from headrace.rt.detector import Detector
+
+TOLERANCE = 2e-4
+LAYOUTS, SCHEMES = ("slots", "compact"), ("columns", "replay")
+
+
+def model_of(seed: int, **sizes: Any) -> Any:  # noqa: ANN401
+    """One recurrent and one attention layer with an MTP head; the state matters."""
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"], **KERNEL_SIZES,
+    }
+    return tiny_model(seed=seed, **(settings | sizes))
+
+
+def serve(engine: Engine, jobs: Sequence[Job]) -> list[RequestOutput]:
+    """Run requests to their end."""
+    for index, job in enumerate(jobs):
+        request = engine.add_request(str(index), job.prompt, job.params)
+        if job.script is not None:
+            engine.worker.scripts[request.sequences[0].seq_id] = job.script
+    done: dict[str, RequestOutput] = {}
+    while engine.has_work():
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+    return [done[str(index)] for index in range(len(jobs))]
+
+
+def assert_close(output: RequestOutput, expected: RequestOutput) -> bool:
+    """Compare one request as far as its tokens are the same; returns whether all of them are.
+
+    A token may differ only where the two likeliest are closer than twice the difference of logits.
+    """
+    mine, reference = output.outputs[0], expected.outputs[0]
+    assert mine.logprobs is not None
+    assert reference.logprobs is not None
+    for place, (entry, wanted) in enumerate(zip(mine.logprobs, reference.logprobs, strict=True)):
+        got = np.array([entry[token].logprob for token in range(VOCAB)])
+        want = np.array([wanted[token].logprob for token in range(VOCAB)])
+        error = np.abs(got - want).max()
+        assert error <= TOLERANCE * want.std(), f"position {place}: {error=}, std {want.std()}"
+        if mine.token_ids[place] != reference.token_ids[place]:
+            best = np.sort(want)[-2:]
+            assert best[1] - best[0] < 2 * error, f"position {place}: a token differs, no tie"
+            print(f"position {place}: a near tie, the rest is not compared")
+            return False
+    return True
+
+
+def assert_same_pools(engine: Engine, reference: Engine) -> None:
+    """Everything that outlives a step is the same, up to rounding.
+
+    Of a ring the inputs: what else it keeps of a token is the kernel's own.
+    """
+    pools, wanted = engine.worker.pools, reference.worker.pools
+    pairs = [("k", pools.k, wanted.k), ("v", pools.v, wanted.v)]
+    for group, ring, group_2, ring_2 in zip(
+        pools.states, pools.rings, wanted.states, wanted.rings, strict=True
+    ):
+        pairs += [(name, group[name], group_2[name]) for name in group]
+        pairs += [(name, ring[name], ring_2[name]) for name in ring if name == "conv_input"]
+    for name, buffer, buffer_2 in pairs:
+        got, want = engine.parts.runtime.read(buffer), reference.parts.runtime.read(buffer_2)
+        assert want.any(), f"nothing was written to {name}"
+        error = float((got - want).abs().max() / want[want != 0].std())
+        assert error <= TOLERANCE, f"{name}: {error} standard deviations"
+
+
+def compare(
+    model: Any,  # noqa: ANN401
+    lengths: Sequence[int],
+    num_tokens: int,
+    seed: int,
+    **options: Any,  # noqa: ANN401
+) -> Engine:
+    """Serve the same requests by kernels and by PyTorch operations; returns the first engine.
+
+    A script's drafts are right for a few tokens each time.
+    """
+    rng = random.Random(seed)
+    jobs = []
+    for length in lengths:
+        prompt = [rng.randrange(2, VOCAB) for _ in range(length)]
+        job = solve(model, Job(prompt, replace(GREEDY, max_tokens=num_tokens)))
+        if options["speculative"].startswith("scripted"):
+            job.script = script_for(job, int(options["speculative"][-1]), rng)
+        jobs.append(job)
+    engines = [make_engine(model, deterministic=False, kernels=kernels, seed=seed, **options)
+               for kernels in ("triton", "torch")]
+    for engine in engines:
+        engine.scheduler.policy = None
+    outputs = [serve(engine, jobs) for engine in engines]
+    pairs = list(zip(*outputs, strict=True))
+    are_same = [assert_close(mine, reference) for mine, reference in pairs]
+    if all(are_same):
+        assert_same_pools(*engines)
+    return engines[0]
+
+
+def scheme_options(scheme: str, drafts: str) -> dict[str, Any]:
+    """Settings of a case: bases are written every fourth token."""
+    interval = 4 if scheme == "replay" else None
+    return {"state_scheme": scheme, "replay_interval": interval, "speculative": drafts}
+
+
+@pytest.mark.thinned
+@pytest.mark.parametrize("drafts", ["none", "scripted:3", "mtp:2"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_the_kernels_are_told_fits_their_specification(
+    layout: str, scheme: str, drafts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The references in place of the kernels: everything but the kernels' own code, and cheap."""
+    seed = secrets.randbits(32)
+    print(f"{seed=}")
+    options = scheme_options(scheme, drafts)
+    engine = None
+    for op in (gated_delta_decode, paged_decode):
+        monkeypatch.setattr(op, "can_launch", lambda _: False)
+    # Chunks, and generated tokens beside prompts; the fourth one waits for a slot.
+    engine = compare(
+        model_of(seed), [5, 17, 33, 9], 9, seed, batch_layout=layout, max_num_seqs=3,
+        max_num_batched_tokens=32, **options,
+    )
+    assert engine.worker.fixed.kernels == "triton"
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    ("layout", "scheme", "drafts", "lengths", "num_tokens"),
+    [
+        ("slots", "replay", "scripted:1", [3, 2], 3),
+        *(
+            pytest.param(layout, scheme, drafts, [5, 17, 33], 8, marks=pytest.mark.full)
+            for layout in LAYOUTS
+            for scheme in SCHEMES
+            for drafts in ("none", "scripted:3", "mtp:2")
+        ),
+    ],
+)
+def test_kernels_give_what_pytorch_operations_give(
+    layout: str,
+    scheme: str,
+    drafts: str,
+    lengths: list[int],
+    num_tokens: int,
+    race_detector: Detector,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On the simulated device: no race between launches, nor in one, nor an undeclared effect."""
+    seed = secrets.randbits(32)
+    print(f"{seed=}")
+    from headrace.ops.gated_delta_decode import fused  # noqa: PLC0415  after the plugin's settings
+
+    if num_tokens < 8:
+        # One launch instead of three: the interpreter is slow.
+        monkeypatch.setattr(fused, "MIN_PROGRAMS", 0)
+    engine = compare(
+        model_of(seed), lengths, num_tokens, seed, batch_layout=layout, rt_backend="sim",
+        **scheme_options(scheme, drafts),
+    )
+    runtime, worker = engine.parts.runtime, engine.worker
+    assert runtime.finish() == ()
+    assert {launch.kernel for launch in race_detector.launches} == {
+        "gated_delta_decode_kernel", "paged_decode_kernel", "combine_splits_kernel"
+    }
+    # What the kernels do is part of what their launch declares. Blocks 0 are no one's.
+    effects = dict.fromkeys(("k", "v", "inputs", "work"), Effect.READ)
+    effects |= dict.fromkeys(("states", "rings"), Effect.READ_WRITE)
+    assert all(effect in launches.forward.effects[name] for name, effect in effects.items())
+    pools = worker.pools
+    arguments = {
+        "k": pools.k, "v": pools.v, "states": pools.states, "rings": pools.rings,
+        "inputs": list(worker._inputs_of.values()), "work": worker._work,
+    }
+    owned = {
+        "k": range(1, worker.sizes.num_kv_blocks), "v": range(1, worker.sizes.num_kv_blocks),
+        "states": range(1, worker.sizes.num_state_blocks),
+        "rings": range(1, worker.sizes.max_num_seqs + 1),
+    }
+    assert_effects(
+        race_detector.launches,
+        effects,
+        {name: tensors_of(name, value) for name, value in arguments.items()},  # type: ignore[misc]
+        rows={name: RowBound(axis=1, reads=r, writes=r) for name, r in owned.items()},
+        unused=("rings",) if scheme == "columns" else (),
+    )
+
+
+# Settings ---------------------------------------------------------------------------------------
+
+
+def resolved(model: Any, **settings: Any) -> EngineConfig:  # noqa: ANN401
+    config = EngineConfig(model="tiny", device="cpu", max_model_len=64, max_num_seqs=2, **settings)
+    return load_parts(config, model=model).config
+
+
+def test_a_cpu_runs_pytorch_operations_unless_told_otherwise() -> None:
+    model = model_of(0)
+    assert resolved(model).kernels == "torch"
+    assert resolved(model).deterministic
+    asked = resolved(model, kernels="triton")
+    assert asked.kernels == "triton"
+    assert not asked.deterministic
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "message"),
+    [
+        ("qwen", {"kernels": "cuda"}, "kernels is 'cuda'; choose auto, torch or triton"),
+        ("qwen", {"deterministic": True}, "'triton' but deterministic is set.*use kernels torch"),
+        ("granite", {}, "no kernel serves the layers of Granite.*; use kernels auto or torch"),
+        ("odd", {}, "linear_value_head_dim is 12.*a power of 2; use kernels auto or torch"),
+        ("large", {}, "head_dim is 512.*need 16..256; use kernels auto or torch"),
+    ],
+)
+def test_kernels_that_cannot_be_used_are_refused_with_the_remedy(
+    model: str, settings: dict[str, Any], message: str
+) -> None:
+    made = {
+        "qwen": lambda: model_of(0),
+        "granite": lambda: tiny_family("granite"),
+        "odd": lambda: model_of(0, linear_value_head_dim=12),
+        "large": lambda: model_of(0, head_dim=512),
+    }[model]()
+    with pytest.raises(ConfigError, match=message):
+        resolved(made, **{"kernels": "triton", **settings})
+
+
+def test_a_cpu_without_the_interpreter_refuses_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.engine.load.is_interpreted", lambda: False)
+    with pytest.raises(ConfigError, match=r"device is a CPU.*kernels torch.*TRITON_INTERPRET=1"):
+        resolved(model_of(0), kernels="triton")
+
+
+def test_a_cuda_device_takes_kernels_where_there_are_some() -> None:
+    qwen, granite = model_of(0).config, tiny_family("granite").config
+    config = EngineConfig(device="cuda", deterministic=False)
+    assert resolve_kernels(config, qwen) == "triton"
+    assert resolve_kernels(config, granite) == "torch"
+    assert resolve_kernels(replace(config, kernels="torch"), qwen) == "torch"
+    assert resolve_kernels(replace(config, deterministic=True), qwen) == "torch"
+
+
+def test_a_draft_model_has_kernels_of_its_own() -> None:
+    config = EngineConfig(
+        model="tiny", device="cpu", max_model_len=64, max_num_seqs=2, speculative="draft:x:2",
+        kernels="triton",
+    )
+    target = tiny_family("qwen3_5", vocab_size=VOCAB, **KERNEL_SIZES)
+    draft = tiny_family("granite", vocab_size=VOCAB)
+    with pytest.raises(ConfigError, match="no kernel serves the layers of Granite"):
+        load_parts(config, model=target, draft_model=draft)
+    parts = load_parts(config, model=target, draft_model=target)
+    assert (parts.worker.fixed.kernels, parts.worker.fixed.draft_kernels) == ("triton", "triton")
+    parts = load_parts(replace(config, kernels="auto"), model=target, draft_model=draft)
+    assert (parts.worker.fixed.kernels, parts.worker.fixed.draft_kernels) == ("torch", "torch")

@@ -1,0 +1,1 @@
+"""Builds the shipped models: data, tokenizers, training, scores, release gate."""
