@@ -423,6 +423,9 @@ class Scheduler:
         now = _Pass(step_id=self._step_id + 1, budget=self.limits.max_num_batched_tokens)
         copies = self._take_copies()
         self._schedule_known(now, self._schedule_verify(now))
+        if now.verify is None and not now.known:
+            # Budget that was kept for prompts found no blocks: the rows that will free them run.
+            self._schedule_verify(now)
         self._admit(now)
         self._place_rungs(now)
         rows = now.verify
@@ -557,10 +560,12 @@ class Scheduler:
         for seq in in_prompt:
             if seq.status is not Status.RUNNING:
                 continue
-            plan = self._plan_known(seq, now)
-            if plan is None:
+            if self._chunk_end(seq, seq.high, now.budget) <= seq.high:
+                # Not for want of blocks: rows that gave way would not free any.
                 self._prefill_starved = True
-            else:
+                continue
+            plan = self._plan_known(seq, now)
+            if plan is not None:
                 now.take(seq, plan)
 
     def on_enqueued(self, step: InFlightStep) -> None:

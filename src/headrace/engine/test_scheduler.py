@@ -11,6 +11,7 @@ or late token changes the output.
 
 from __future__ import annotations
 
+import itertools
 import random
 import secrets
 from collections import Counter, deque
@@ -1034,6 +1035,34 @@ def test_random_lives_keep_every_invariant_and_give_the_true_tokens(scheme: str)
             seen["moves"] += bench.device.num_crossings
     print(dict(seen))
     assert min(seen.values()) > 0, f"something never happened: {dict(seen)}"
+
+
+def test_a_prompt_that_lacks_blocks_takes_no_budget_from_the_row_that_frees_them() -> None:
+    """A step's budget is no more than a prompt's chunk, and its blocks are the generating row's."""
+    setup = Setup(
+        scheme=Columns(unit=8, max_drafts=3), grid=4, block_size=2, max_model_len=36,
+        max_num_seqs=3, budget=4, depth=1, num_groups=1, has_kv=True, is_enabled=False,
+        is_bitwise=False, retention="latest", spare_kv=0, spare_states=8,
+    )
+    num_blocked = 0
+    for lengths in itertools.product((1, 2, 3), repeat=3):
+        bench = Bench(0, setup)
+        for length in lengths:
+            seq = bench._sequence([1] * length, 36 - length)
+            seq.stop_ids = frozenset()
+            bench.scheduler.add(seq)
+        plan = bench.scheduler._plan_known
+
+        def watched(seq: Sequence, now: Any, plan: Any = plan) -> Any:  # noqa: ANN401
+            nonlocal num_blocked
+            chunk = plan(seq, now)
+            num_blocked += chunk is None and now.budget == setup.budget
+            return chunk
+
+        bench.scheduler._plan_known = watched  # type: ignore[method-assign]
+        bench.drain()
+        bench.check_empty()
+    assert num_blocked, "blocks were never short"
 
 
 def _strangers(seed: int) -> tuple[list[Any], Bench]:
