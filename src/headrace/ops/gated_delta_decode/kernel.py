@@ -171,6 +171,7 @@ def gated_delta_decode_kernel(
                     head = h * GROUP + g
                     v_channel = 2 * HK * K + head * V + v_index
                     v = tl.zeros([V], tl.float32)
+                    # Names of their own: a loop's variables keep their shape, and V may not be K.
                     for w in tl.static_range(TAPS):
                         back = t + w - CARRIED
                         new = tl.load(token_index_ptr + n * QUERY + back, mask=back >= 0, other=0)
@@ -178,19 +179,19 @@ def gated_delta_decode_kernel(
                         back_v = back + no_v
                         x_v = tl.load(new + v_channel, mask=back_v >= 0, other=0.0).to(tl.float32)
                         if w < CARRIED:
-                            is_old = back_v < 0
+                            is_old_v = back_v < 0
                             if IS_REPLAY:
                                 at = computed + back
                                 kept = ring_input_ptr + (ring * RING + at % RING) * F
                                 old = window_row + (at - base_len + CARRIED) * F
-                                is_ring = is_old & (back_v >= base_len - computed)
-                                x_v += tl.load(kept + v_channel, mask=is_ring, other=0.0).to(
+                                is_ring_v = is_old_v & (back_v >= base_len - computed)
+                                x_v += tl.load(kept + v_channel, mask=is_ring_v, other=0.0).to(
                                     tl.float32
                                 )
-                                is_old = is_old & (back_v < base_len - computed)
+                                is_old_v = is_old_v & (back_v < base_len - computed)
                             else:
                                 old = window_row + (offset + t + w) * F
-                            x_v += tl.load(old + v_channel, mask=is_old, other=0.0).to(tl.float32)
+                            x_v += tl.load(old + v_channel, mask=is_old_v, other=0.0).to(tl.float32)
                         v += x_v * tl.load(conv_ptr + w * F + v_channel).to(tl.float32)
                     tl.store(made + v_channel, v / (1.0 + tl.exp(-v)))
                     logit = logits_ptr + token * logits_stride + head

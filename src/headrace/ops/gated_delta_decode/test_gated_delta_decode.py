@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from headrace.ops.aot import KernelSpec, compile_kernel
+from headrace.ops.aot import Compiled, KernelSpec, compile_kernel
 from headrace.ops.gated_delta_decode import MixerWeights, Ring, reference
 from headrace.rt import Effect
 from headrace.rt.detector import RowBound, assert_effects
@@ -321,8 +321,7 @@ def test_rejected_drafts_leave_no_trace_in_replay() -> None:
     assert torch.equal(out[1], expected[1])
 
 
-@pytest.mark.parametrize(("scheme", "state"), [("columns", "*fp32"), ("replay", "*bf16")])
-def test_the_kernel_compiles_for_hopper_without_spills(scheme: str, state: str) -> None:
+def _compiled(scheme: str, state: str, **sizes: int) -> Compiled:
     pytest.importorskip("triton")
     is_replay = scheme == "replay"
     columns = ("blocks", "accepted")
@@ -331,7 +330,7 @@ def test_the_kernel_compiles_for_hopper_without_spills(scheme: str, state: str) 
     constants: dict[str, object] = {f"{name}_ptr": None for name in absent} | {
         "HK": 16, "GROUP": 2, "K": 128, "V": 128, "ROWS": 32, "BATCH": 4, "PHASE": 0, "TAPS": 4,
         "QUERY": 4, "ENTRIES_PADDED": 8, "RING": 32, "INTERVAL": 16, "IS_REPLAY": is_replay,
-    }  # fmt: skip
+    } | sizes  # fmt: skip
     bf16 = ("inputs", "gate", "logits", "out", "conv", "window", "ring_input")
     fp32 = ("gate_bias", "gate_factor", "unit_scale", "norm", "ring_update", "scratch")
     i64 = ("token_index", "query_lens", "base_len", "computed", "write_len")
@@ -344,7 +343,7 @@ def test_the_kernel_compiles_for_hopper_without_spills(scheme: str, state: str) 
     strides = dict.fromkeys(
         ("inputs_stride", "gate_stride", "logits_stride", "out_stride", "blocks_stride"), "i32"
     ) | {"window_stride": "i64", "state_stride": "i64"}
-    compiled = compile_kernel(
+    return compile_kernel(
         KernelSpec(
             kernel="headrace.ops.gated_delta_decode.kernel:gated_delta_decode_kernel",
             signature=pointers | strides | {"eps": "fp32"} | dict.fromkeys(constants, "constexpr"),
@@ -353,8 +352,21 @@ def test_the_kernel_compiles_for_hopper_without_spills(scheme: str, state: str) 
             options={"num_warps": 4},
         )
     )
+
+
+@pytest.mark.parametrize(("scheme", "state"), [("columns", "*fp32"), ("replay", "*bf16")])
+def test_the_kernel_compiles_for_hopper_without_spills(scheme: str, state: str) -> None:
+    compiled = _compiled(scheme, state)
     assert compiled.spill_bytes == 0
     assert compiled.registers <= 168
     # The state moves 16 bytes at a time.
     assert compiled.instructions.get("LDG.E.128", 0) >= 8
     assert compiled.instructions.get("STG.E.128", 0) >= 8
+
+
+@pytest.mark.parametrize(("scheme", "key", "value"), [("columns", 8, 16), ("replay", 32, 16)])
+def test_the_kernel_compiles_for_heads_whose_values_are_not_as_long_as_their_keys(
+    scheme: str, key: int, value: int
+) -> None:
+    """The compiler holds a loop's variables to one shape; the interpreter does not."""
+    assert _compiled(scheme, "*fp32", K=key, V=value, ROWS=16).spill_bytes == 0
