@@ -66,11 +66,14 @@ class Clients:
         print(f"{module} {version}")
         return version
 
-    def run(self, command: list[str], folder: Path, *, limit_s: float = LIMIT_S) -> str:
+    def run(
+        self, command: list[str], folder: Path, *, limit_s: float = LIMIT_S,
+        environment: dict[str, str] | None = None,
+    ) -> str:
         """Run a client to its end and return what it printed."""
         done = subprocess.run(
-            command, cwd=folder, env=self.environment, capture_output=True, text=True,
-            check=False, timeout=limit_s,
+            command, cwd=folder, env=environment or self.environment, capture_output=True,
+            text=True, check=False, timeout=limit_s,
         )
         assert self.process.poll() is None, "the server ended"
         assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]

@@ -156,6 +156,16 @@ def test_commands_of_the_pages_can_begin(page: Path) -> None:
             compile(block.text, str(page), "exec")
 
 
+def test_the_table_of_clients_is_that_of_the_tests() -> None:
+    page = (DOCS / "guide" / "serve.md").read_text(encoding="utf-8")
+    table = page.partition("| client | version |")[2].partition("\n\n")[0]
+    listed = set(re.findall(r"^\| ([\w-]+) \|", table, re.M))
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        extra = tomllib.load(file)["project"]["optional-dependencies"]["clients"]
+    # Anything above openai itself brings that along.
+    assert listed == {"openai", *(re.split(r"[\[><=]", wanted)[0] for wanted in extra)}
+
+
 def test_flags_that_the_guide_names_exist() -> None:
     known = {f"--{name.replace('_', '-')}" for name in known_settings()}
     known |= {flag for flag, _ in SWITCHES.values()}
