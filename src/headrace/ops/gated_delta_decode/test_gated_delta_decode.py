@@ -327,10 +327,12 @@ def _compiled(scheme: str, state: str, **sizes: int) -> Compiled:
     columns = ("blocks", "accepted")
     replay = ("base_block", "base_len", "computed", "write_block", "write_len", "ring_block")
     absent = columns if is_replay else (*replay, "ring_input", "ring_update")
-    constants: dict[str, object] = {f"{name}_ptr": None for name in absent} | {
+    constants: dict[str, object] = {
+        **{f"{name}_ptr": None for name in absent},
         "HK": 16, "GROUP": 2, "K": 128, "V": 128, "ROWS": 32, "BATCH": 4, "PHASE": 0, "TAPS": 4,
         "QUERY": 4, "ENTRIES_PADDED": 8, "RING": 32, "INTERVAL": 16, "IS_REPLAY": is_replay,
-    } | sizes  # fmt: skip
+        **sizes,
+    }  # fmt: skip
     bf16 = ("inputs", "gate", "logits", "out", "conv", "window", "ring_input")
     fp32 = ("gate_bias", "gate_factor", "unit_scale", "norm", "ring_update", "scratch")
     i64 = ("token_index", "query_lens", "base_len", "computed", "write_len")
