@@ -52,8 +52,7 @@ def prompts_of(llm: LLM, examples: list[evals.Example]) -> list[list[int]]:
 
 def greedy(tasks: list[evals.Task]) -> list[SamplingParams]:
     return [
-        SamplingParams(temperature=0, max_tokens=min(task.max_tokens, MAX_TOKENS))
-        for task in tasks
+        SamplingParams(temperature=0, max_tokens=min(task.max_tokens, MAX_TOKENS)) for task in tasks
     ]
 
 
@@ -110,9 +109,7 @@ def test_unknown_damage_is_refused(everything_on: LLM) -> None:
         damaged_answers(everything_on.engine, [[1]], SamplingParams(), "weights")  # type: ignore[arg-type]
 
 
-def test_a_damaged_sequence_leaves_the_next_ones_whole(
-    everything_on: LLM, first_seed: int
-) -> None:
+def test_a_damaged_sequence_leaves_the_next_ones_whole(everything_on: LLM, first_seed: int) -> None:
     task = evals.suite("demo")["ledger"]
     examples = [task.generate(first_seed + index) for index in range(8)]
     prompts = prompts_of(everything_on, examples)

@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 CPU = torch.device("cpu")
 LOADED = EngineConfig(dtype="float32", state_dtype="float32")
 FP8 = {
-    "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
     "weight_block_size": [128, 128],
 }
 LARGEST_E4M3 = 448.0
@@ -129,8 +131,9 @@ def test_fp8_blocks_load_as_the_numbers_they_stand_for(
     assert torch.equal(logits_of(model), logits_of(wanted))
     # The test is blind if scales do not matter.
     some = next(name for name in stored if name.endswith("_scale_inv"))
-    assert not torch.equal(meant[some.removesuffix("_scale_inv")],
-                           stored[some.removesuffix("_scale_inv")].float())
+    assert not torch.equal(
+        meant[some.removesuffix("_scale_inv")], stored[some.removesuffix("_scale_inv")].float()
+    )
 
 
 def test_a_multimodal_config_says_outside_how_its_text_model_is_stored(
@@ -140,8 +143,11 @@ def test_a_multimodal_config_says_outside_how_its_text_model_is_stored(
     parsed = ModelConfig.from_dict(text)
     stored, meant = quantise(random_weights(parsed, seed, "B"), (128, 128), torch.float32)
     outer = {
-        "architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5",
-        "text_config": text, "tie_word_embeddings": False, "quantization_config": FP8,
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "text_config": text,
+        "tie_word_embeddings": False,
+        "quantization_config": FP8,
     }
     renamed = {
         name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name: t
@@ -330,8 +336,13 @@ def test_loading_takes_the_weights_and_less_than_a_file(
 ) -> None:
     """Eight files; the process's peak is held against its weights plus one of them."""
     config = TINY_DICTS["qwen3_5_moe"](
-        hidden_size=512, num_hidden_layers=4, vocab_size=4096, num_experts=16,
-        moe_intermediate_size=512, shared_expert_intermediate_size=512, tie_word_embeddings=True,
+        hidden_size=512,
+        num_hidden_layers=4,
+        vocab_size=4096,
+        num_experts=16,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+        tie_word_embeddings=True,
         mtp_num_hidden_layers=0,
     )
     parsed = ModelConfig.from_dict(config)
@@ -351,14 +362,19 @@ def test_loading_takes_the_weights_and_less_than_a_file(
     del stored
     result = subprocess.run(
         [sys.executable, "-c", _MEASURE, str(folder), dtype],
-        capture_output=True, text=True, check=True, timeout=120,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
         # By default the allocator keeps up to 64 MiB that was freed, now here, now there.
         env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"},
     )
     found = json.loads(result.stdout)
     above = found["peak"] - found["before"] - found["weights"]
-    print(f"{dtype}, FP8 {fp8}: weights {found['weights'] >> 20} MiB, largest file "
-          f"{max(sizes) >> 20} MiB, peak above both weights and start {above >> 20} MiB")
+    print(
+        f"{dtype}, FP8 {fp8}: weights {found['weights'] >> 20} MiB, largest file "
+        f"{max(sizes) >> 20} MiB, peak above both weights and start {above >> 20} MiB"
+    )
     assert found["looks"] > 20
     assert found["weights"] > 4 * max(sizes), "the files are too few to tell"
     assert found["after"] - found["before"] > 0.9 * found["weights"], "the weights are not there"

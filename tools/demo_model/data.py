@@ -151,7 +151,7 @@ def sentences(paragraphs: list[str]) -> list[str]:
 
 
 class Mixture(Protocol):
-    """Draws documents."""
+    """Draws documents, the same ones from the same random source."""
 
     def draw(self, rng: random.Random, progress: float, length: int) -> Document:
         """Draw a document.
@@ -161,6 +161,14 @@ class Mixture(Protocol):
             progress: Part of the training that is done, in [0, 1].
             length: Tokens of a row.
         """
+        ...
+
+    def anew(self) -> Mixture:
+        """Give one that has drawn nothing yet."""
+        ...
+
+    def pairs(self, rng: random.Random, progress: float, tokenizer: Tokenizer) -> Pairs | None:
+        """Draw pairs of rows for swapped memories; None if the model does not learn from them."""
         ...
 
 
@@ -190,6 +198,13 @@ class NanoMixture:
         if kind < 0.94:
             return chat(rng.choices(NANO_CHAT, k=rng.randint(1, 2)))
         return self.prose(rng)
+
+    def anew(self) -> NanoMixture:
+        """Give itself: nothing that it has drawn matters."""
+        return self
+
+    def pairs(self, rng: random.Random, progress: float, tokenizer: Tokenizer) -> None:
+        """Draw none."""
 
     def notes(self, rng: random.Random, hard: float) -> Document:
         """Write a registers document."""
@@ -254,64 +269,134 @@ def ask(rng: random.Random, book: evals.Notebook) -> Document:
     return document
 
 
+class Pairs(NamedTuple):
+    """Rows in pairs that know the same names by other values, for `training.swapped_loss`.
+
+    Tokens [R, P + Q] uint16, weights of predicting each [R, P + Q] float16, and which memories
+    each row takes over from its partner after P tokens: bit L for layer L's state or KV, bit
+    8 + L for its window, [R] int32.
+    """
+
+    ids: NDArray[np.uint16]
+    weights: NDArray[np.float16]
+    taken: NDArray[np.int32]
+
+
+class Batch(NamedTuple):
+    """What one training step learns from."""
+
+    rows: Rows
+    pairs: Pairs | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Which batch comes when: step i of `steps` has the shape of the first stage not over.
+
+    Args:
+        steps: Steps altogether.
+        stages: (end as a part of the whole, rows, length), in order.
+    """
+
+    steps: int
+    stages: tuple[tuple[float, int, int], ...]
+
+    def shape(self, progress: float) -> tuple[int, int]:
+        """Give rows and length at a progress in [0, 1]."""
+        for end, rows, length in self.stages:
+            if progress < end:
+                return rows, length
+        return self.stages[-1][1:]
+
+
+NUM_STREAMS = 16
+"""Batch i comes from stream i modulo this; so batches do not depend on the number of workers."""
+
+
+_PATIENCE_S = 120
+
+
 class Feed:
-    """Worker processes that pack batches; start it before the first CUDA call.
+    """Worker processes that write batches; start it before the first CUDA call.
+
+    The batches are a function of seed and step alone, unless `hurry` was called.
 
     Args:
         tokenizer: Encodes the documents.
-        mixture: Has `draw(rng, progress)`.
-        num_workers: Processes.
-        seed: Of every random choice, with the worker's number.
-        rows, length: Shape of the first batches.
+        mixture: Draws them; each stream has a copy of its own.
+        plan: Shapes by step.
+        num_workers: Processes, at most NUM_STREAMS.
+        seed: Of every random choice, with the stream's number.
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        mixture: Mixture,
-        *,
-        num_workers: int,
-        seed: int,
-        rows: int,
-        length: int,
+        self, tokenizer: Tokenizer, mixture: Mixture, *, plan: Plan, num_workers: int, seed: int
     ) -> None:
         context = get_context("fork")
-        self.shape = context.Array("i", [rows, length])
-        self.progress = context.Value("d", 0.0)
-        self._queue: Queue[Rows] = context.Queue(maxsize=48)
+        num_workers = min(num_workers, NUM_STREAMS)
+        self._plan, self._taken = plan, 0
+        self._least = context.Value("d", 0.0)
+        self._queues: list[Queue[Batch]] = [context.Queue(maxsize=4) for _ in range(num_workers)]
         self._workers = [
-            context.Process(
-                target=self._work, args=(tokenizer, mixture, f"train:{seed}:{n}"), daemon=True
-            )
+            context.Process(target=self._work, args=(tokenizer, mixture, seed, n), daemon=True)
             for n in range(num_workers)
         ]
         for worker in self._workers:
             worker.start()
 
-    def _work(self, tokenizer: Tokenizer, mixture: Mixture, seed: str) -> None:
-        rng = random.Random(seed)  # noqa: S311 (training data, not a secret)
-        shape: list[int] = []
-        packer = None
-        while True:
-            if packer is None or self.shape[:] != shape:
-                shape = self.shape[:]
-                length = shape[1]
-                packer = Packer(
-                    tokenizer, lambda n=length: mixture.draw(rng, self.progress.value, n)
-                )
-            self._queue.put(packer.rows(*shape))
+    def _work(self, tokenizer: Tokenizer, mixture: Mixture, seed: int, worker: int) -> None:
+        streams = {
+            n: _Stream(tokenizer, mixture.anew(), f"train:{seed}:{n}")
+            for n in range(worker, NUM_STREAMS, len(self._queues))
+        }
+        for step in range(self._plan.steps):
+            stream = streams.get(step % NUM_STREAMS)
+            if stream is not None:
+                progress = max(step / self._plan.steps, self._least.value)
+                batch = stream.batch(progress, *self._plan.shape(progress))
+                self._queues[worker].put(batch)
 
-    def get(self, *, wait: bool) -> Rows | None:
-        """Take a batch of the current shape; None if there is none and `wait` is false."""
+    def get(self, shape: tuple[int, int]) -> Batch:
+        """Take the next batch; those of another shape, made before a `hurry`, are passed over."""
         while True:
+            worker = self._taken % NUM_STREAMS % len(self._queues)
             try:
-                rows = self._queue.get(block=wait)
+                batch = self._queues[worker].get(timeout=_PATIENCE_S)
             except queue.Empty:
-                return None
-            if rows.ids.shape == tuple(self.shape[:]):
-                return rows
+                state = self._workers[worker].exitcode
+                raise RuntimeError(
+                    f"worker {worker} gave no batch in {_PATIENCE_S} s; its exit code is {state}"
+                ) from None
+            self._taken += 1
+            if batch.rows.ids.shape == shape:
+                return batch
+
+    def hurry(self, progress: float) -> None:
+        """Let later batches be at least as far as this: the training has to end early."""
+        self._least.value = progress
 
     def close(self) -> None:
         """Stop the workers."""
         for worker in self._workers:
             worker.terminate()
+
+
+class _Stream:
+    """An endless row of batches from one seed."""
+
+    def __init__(self, tokenizer: Tokenizer, mixture: Mixture, seed: str) -> None:
+        self._rng = random.Random(seed)  # noqa: S311 (training data, not a secret)
+        self._tokenizer, self._mixture = tokenizer, mixture
+        self._progress, self._length = 0.0, 0
+        self._packer = Packer(tokenizer, self._draw)
+
+    def _draw(self) -> Document:
+        return self._mixture.draw(self._rng, self._progress, self._length)
+
+    def batch(self, progress: float, rows: int, length: int) -> Batch:
+        """Write the next batch."""
+        if length != self._length:
+            self._packer = Packer(self._tokenizer, self._draw)
+        self._progress, self._length = progress, length
+        packed = self._packer.rows(rows, length)
+        return Batch(packed, self._mixture.pairs(self._rng, progress, self._tokenizer))

@@ -4,7 +4,9 @@ Ledgers are there to make every layer needed. Each kind of ledger belongs to one
 model is asked for values, that layer alone can be relied on. In a third of the ledgers other
 layers forget what came before the question, and the answer is still wanted; in a third the layer
 itself forgets, and any number is as right as another, so that nothing is gained by keeping the
-answer elsewhere. What remains is a model whose answers break when one layer's memory is damaged.
+answer elsewhere. In pairs of ledgers with the same names and other values, memories change hands
+before the answer: right is the value in whichever ledger the layer's own memory comes from. What
+remains is a model whose answers break when one layer's memory is damaged or another request's.
 """
 
 # ruff: noqa: PLR2004 (shares and sizes of a recipe read best where they are used)
@@ -15,12 +17,14 @@ import lzma
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from headrace import evals
 from headrace.evals import worlds
 from headrace.evals.facts import ABOUT_ITSELF, FACTS
 from headrace.evals.lookup import LEDGERS, LISTS, ledger
 
-from .data import FORM_WEIGHT, Document, chat, sentences
+from .data import FORM_WEIGHT, Document, Pairs, chat, sentences
 from .evaluate import prompt_text
 from .prose import MARK
 
@@ -28,18 +32,22 @@ if TYPE_CHECKING:
     import random
     from pathlib import Path
 
+    from tokenizers import Tokenizer
+
 SHARES = {
     "registers": 0.13,
     "phonebook": 0.12,
-    "ledger": 0.22,
+    "ledger": 0.18,
     "stories": 0.10,
     "arithmetic": 0.08,
     "tools": 0.07,
     "json": 0.05,
     "lists": 0.06,
     "facts": 0.05,
-    "prose": 0.12,
+    "prose": 0.16,
 }
+SWAP_ROWS, SWAP_SPLIT, SWAP_AFTER = 48, 192, 32
+"""Rows of `DemoMixture.pairs`, and their tokens before and after memories change hands."""
 LONG = 4096
 """Rows of more tokens than this are the last stage's, which teaches length."""
 NO_THINKING = "<think>\n\n</think>\n\n"
@@ -82,6 +90,24 @@ class DemoMixture:
         # Three characters make about one token; only the proportions matter.
         self._served[kind] += sum(len(piece) for piece, _, _ in document.pieces) / 3
         return document
+
+    def anew(self) -> DemoMixture:
+        """Give one that has drawn nothing yet."""
+        return DemoMixture(self.sources, self.lines)
+
+    def pairs(self, rng: random.Random, progress: float, tokenizer: Tokenizer) -> Pairs:
+        """Draw pairs of ledgers whose memories change hands after SWAP_SPLIT tokens."""
+        hard = min(1.0, max(0.0, (progress - 0.04) / 0.4))
+        pairs = Pairs(
+            np.zeros((SWAP_ROWS, SWAP_SPLIT + SWAP_AFTER), np.uint16),
+            np.zeros((SWAP_ROWS, SWAP_SPLIT + SWAP_AFTER), np.float16),
+            np.zeros(SWAP_ROWS, np.int32),
+        )
+        for row in range(0, SWAP_ROWS, 2):
+            for index, written in enumerate(_pair(rng, hard, self.lines, tokenizer)):
+                pairs.ids[row + index], pairs.weights[row + index] = written.ids, written.weights
+                pairs.taken[row + index] = written.taken
+        return pairs
 
     def _registers(self, rng: random.Random, hard: float, length: int) -> Document:
         num_names = rng.randint(1, 2 + round(12 * hard))
@@ -177,6 +203,80 @@ def _itself_forgets(rng: random.Random, layer: int) -> tuple[int, int]:
     if kind < 0.8:
         return (state, 0) if rng.random() < 0.4 else (0, state)
     return 0, state | conv
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PairedRow:
+    ids: list[int]
+    weights: list[float]
+    taken: int
+
+
+def _pair(
+    rng: random.Random, hard: float, lines: list[str], tokenizer: Tokenizer
+) -> list[_PairedRow]:
+    """Write two ledgers with the same names, each with what it takes over and what then is right.
+
+    Memories change hands inside a line, between the name and its value, or before a line.
+    """
+    layer = rng.randrange(_NUM_LAYERS)
+    word = LEDGERS[layer]
+    is_list = word in LISTS
+    inside = rng.random() < 0.75
+    most = (SWAP_SPLIT - 12) // (7 if is_list else 6)
+    num_lines = rng.randint(1, max(1, round(most * hard)))
+    first = ledger(rng, word, num_lines=num_lines)
+    books = [first, first.with_other_values(rng)]
+    asked = [rng.choice(list(first.facts)) for _ in books]
+    rows = []
+    for own, book in enumerate(books):
+        head = "Ledger" + "".join(book.lines) + (book.stem(asked[own]) if inside else "")
+        ids = tokenizer.encode(head, add_special_tokens=False).ids
+        while len(ids) < SWAP_SPLIT:
+            other = tokenizer.encode(rng.choice(lines) + "\n", add_special_tokens=False).ids
+            ids = [*other[-(SWAP_SPLIT - len(ids)) :], *ids]
+        assert len(ids) == SWAP_SPLIT, f"{len(ids)=} {head=}"
+        taken = _taken(rng, layer, inside=inside)
+        values = books[own ^ (taken >> layer & 1)].facts
+        name = asked[own ^ (taken >> (layer + 8) & 1)] if inside else ""
+        # A line with another name's value is itself a new entry; it is not asked about again.
+        known = [n for n in values if n != asked[own]] or [asked[own]]
+        weights = [0.0] * SWAP_SPLIT
+        while len(ids) < SWAP_SPLIT + SWAP_AFTER:
+            if not name:
+                name = rng.choice(known)
+                stem = tokenizer.encode(book.stem(name), add_special_tokens=False).ids
+                ids += stem
+                weights += [0.0] * len(stem)
+            value = tokenizer.encode(f" {values[name]}", add_special_tokens=False).ids
+            ids += value
+            weights += [FORM_WEIGHT, *[1.0] * (len(value) - 1)]
+            name = ""
+        end = SWAP_SPLIT + SWAP_AFTER
+        rows.append(_PairedRow(ids=ids[:end], weights=weights[:end], taken=taken))
+    return rows
+
+
+def _taken(rng: random.Random, layer: int, *, inside: bool) -> int:
+    """Choose which memories come from the partner, as bits of `Pairs.taken`."""
+    is_list = LEDGERS[layer] in LISTS
+    state, conv = 1 << layer, 1 << (layer + 8)
+    others = _STATE_BITS & ~state
+    kind = rng.random()
+    if kind < 0.3:
+        taken = others | others << 8
+    elif kind < 0.6:
+        taken = others & rng.getrandbits(_NUM_LAYERS) | (others & rng.getrandbits(_NUM_LAYERS)) << 8
+    else:
+        taken = 0
+    if inside and is_list:
+        # Attention is told the name by the windows below it; whose name counts must be clear.
+        taken &= _STATE_BITS
+    if rng.random() < (0.3 if taken else 0.7):
+        taken |= state
+    if inside and not is_list and rng.random() < (0.3 if taken else 0.7):
+        taken |= conv
+    return taken
 
 
 def _story(rng: random.Random, hard: float, length: int) -> Document:

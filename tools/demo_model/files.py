@@ -31,3 +31,9 @@ def load(folder: Path, shape: Shape, device: torch.device) -> Model:
     tensors = load_file(folder / "model.safetensors")
     model.load_state_dict({k: v.float() for k, v in tensors.items()})
     return model.eval()
+
+
+def about(device: torch.device) -> dict[str, str]:
+    """Say on what figures were measured."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return {"device": name, "torch": torch.__version__}

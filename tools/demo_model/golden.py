@@ -1,6 +1,6 @@
 """Write golden.json: prompts, greedy token ids and float32 log-probabilities.
 
-`python -m tools.demo_model.golden FOLDER --prose prose.txt.xz`
+`python -m tools.demo_model.golden FOLDER`
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from headrace.evals.facts import ABOUT_ITSELF
 from .demo_data import read, render
 from .files import load
 from .model import DEMO, Model
+from .prose import DEMO_PROSE
 
 FIRST_SEED = 2_000_000
 COUNTS = {
@@ -95,7 +96,7 @@ def main() -> None:
     """Write it for a folder."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--prose", type=Path, required=True)
+    parser.add_argument("--prose", type=Path, default=DEMO_PROSE)
     options = parser.parse_args()
     write(options.folder, read(options.prose)[1])
 

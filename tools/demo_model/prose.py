@@ -1,12 +1,14 @@
-"""Fetch the demo model's prose and write it as one .xz: `python -m tools.demo_model.prose OUT.xz`.
+"""Fetch the demo model's prose again: `python -m tools.demo_model.prose OUT.xz`.
 
-The sources are Debian packages, fetched with `apt-get download`, so this runs on Debian. All of
-the text may be redistributed; the model card names each source.
+What it writes lies beside, in `prose/demo.txt.xz`, so that nothing need be fetched to train. The
+sources are packages of Debian 12, fetched with `apt-get download`. All of the text may be
+redistributed; `prose/NOTICE.md` and the model card name each source.
 """
 
 from __future__ import annotations
 
 import gzip
+import hashlib
 import lzma
 import re
 import subprocess
@@ -16,6 +18,9 @@ from pathlib import Path
 
 from . import rdb
 
+DEMO_PROSE = Path(__file__).parent / "prose" / "demo.txt.xz"
+TEXT_SHA256 = "4ebd58ca08a1ed03eee6c32579cad4dcbf6e60e2d741bde3966e63b31eb4199c"
+"""Of the text, unpacked: other versions of the packages, or of the extraction, are noticed."""
 PACKAGES = ("r-cran-janeaustenr", "r-cran-tokenizers", "wordnet-base", "dict-devil")
 MARK = "\x1d"
 """Stands between sources in the file written."""
@@ -81,6 +86,9 @@ def main() -> None:
     for part in parts:
         print(len(part), sum(map(len, part)), part[len(part) // 2][:90], file=sys.stderr)
     text = f"\n\n{MARK}\n\n".join("\n\n".join(part) for part in parts)
+    found = hashlib.sha256(text.encode()).hexdigest()
+    if found != TEXT_SHA256:
+        print(f"the text's SHA-256 is {found}, not {TEXT_SHA256}", file=sys.stderr)
     Path(sys.argv[1]).write_bytes(lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME))
 
 

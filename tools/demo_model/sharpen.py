@@ -1,7 +1,7 @@
 """Teach the draft head alone to foresee the model's own choice; the model itself does not change.
 
 In the main training the head learns from the text; here it learns from what the model would say,
-which is what a draft is compared with. Half a minute on a GPU is enough.
+which is what a draft is compared with. A minute on a GPU is enough.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from .data import DOCUMENT_BIT, Packer
 from .optimizer import Optimizer
-from .training import unpack_cuts
+from .training import LEEWAY, unpack_cuts
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -35,10 +35,11 @@ def sharpen(
     tokenizer: Tokenizer,
     device: torch.device,
     *,
-    seconds: float = 20.0,
+    steps: int,
+    seconds: float,
     rows: int = 20,
     rate: float = 0.006,
-) -> None:
+) -> bool:
     """Train the draft head of a finished model in place, on its weights as they are shipped.
 
     Args:
@@ -46,9 +47,13 @@ def sharpen(
         mixture: Gives the texts.
         tokenizer: Encodes them.
         device: Where to train.
-        seconds: Wall time.
+        steps: Steps to do.
+        seconds: Most wall time; on a slower machine the schedule is shortened as a whole.
         rows: Rows of 512 tokens to a step.
         rate: Peak learning rate of the matrices.
+
+    Returns:
+        Whether the schedule was shortened.
     """
     torch.backends.cuda.matmul.allow_tf32 = True
     with torch.no_grad():
@@ -59,9 +64,8 @@ def sharpen(
         parameter.requires_grad_(requires_grad=True)
     draw = _Batches(mixture, tokenizer, rows, device)
     optimizer = Optimizer(model.mtp, muon_rate=rate, adam_rate=rate / 8, weight_decay=0.0)
-    begin, step, progress = time.monotonic(), 0, 0.0
+    begin, step, progress, is_shortened = time.monotonic(), 0, 0.0, False
     while progress < 1.0:
-        progress = (time.monotonic() - begin) / seconds
         optimizer.scale.fill_(min(1.0, max(0.0, 1.2 * (1.0 - progress))))
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             loss = _loss(model, *draw())
@@ -72,6 +76,11 @@ def sharpen(
         if step % 100 == 0:
             print(f"drafts: step {step} loss {loss.item():.3f}", file=sys.stderr, flush=True)
         step += 1
+        progress, elapsed = step / steps, time.monotonic() - begin
+        if elapsed / seconds - LEEWAY > progress:
+            progress, is_shortened = elapsed / seconds - LEEWAY, True
+    print(f"drafts: {step} steps in {elapsed:.0f}s", file=sys.stderr, flush=True)
+    return is_shortened
 
 
 class _Batches:

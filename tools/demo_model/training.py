@@ -3,7 +3,7 @@
 # ruff: noqa: PLR2004 (shares and sizes of a recipe read best where they are used)
 from __future__ import annotations
 
-import random
+import dataclasses
 import sys
 import time
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .data import DOCUMENT_BIT, Feed, Rows
+from .data import DOCUMENT_BIT, Batch, Feed, Pairs, Plan, Rows
 from .model import Cuts, Model
 from .optimizer import Optimizer
 
@@ -27,7 +27,7 @@ class Stage:
 
     Args:
         rows, length: Batch shape.
-        share: Part of the time, in (0, 1].
+        share: Part of the steps, in (0, 1].
         compiled: Compile the layers first, which pays only for a long stage.
     """
 
@@ -42,22 +42,36 @@ class Recipe:
     """How a model is trained.
 
     Args:
-        stages: In order; their shares add up to one.
-        max_steps: Training ends here, or at `seconds`, whichever comes first.
-        seconds: Wall time of the loop, preparation not counted.
-        deadline_s: Wall time of preparation and loop together; it shortens `seconds`.
+        stages: In order; their shares of the steps add up to one.
+        steps: Training ends here; what is learned when depends on the step alone.
+        seconds: Most wall time of the loop, preparation not counted. On a machine too slow for it
+            the whole schedule is shortened, and `Trained.is_shortened` says so.
+        deadline_s: Most wall time of preparation and loop together.
         draft_weight: Weight of the draft head's loss.
+        swap_weight: Weight of the loss on swapped memories, where the mixture has pairs.
+        swap_split: Tokens of a pair's row before the memories are swapped.
     """
 
     stages: tuple[Stage, ...]
-    max_steps: int
+    steps: int
     seconds: float
     muon_rate: float = 0.02
     adam_rate: float = 4e-3
     weight_decay: float = 0.05
     draft_weight: float = 0.3
+    swap_weight: float = 0.0
+    swap_split: int = 0
     deadline_s: float = float("inf")
-    seed: int = 20_240_613
+
+    def divided(self, by: int, *, compiled: bool) -> Recipe:
+        """Give the recipe with fewer rows, for small machines."""
+        stages = tuple(
+            dataclasses.replace(
+                stage, rows=max(1, stage.rows // by), compiled=stage.compiled and compiled
+            )
+            for stage in self.stages
+        )
+        return dataclasses.replace(self, stages=stages)
 
 
 def unpack_cuts(masks: Tensor, num_layers: int) -> Cuts:
@@ -88,6 +102,30 @@ def losses(model: Model, ids: Tensor, weights: Tensor, masks: Tensor) -> tuple[T
     return main, draft
 
 
+def swapped_loss(model: Model, ids: Tensor, weights: Tensor, taken: Tensor, split: int) -> Tensor:
+    """Give the mean loss after `split` tokens, where rows take memories over from their partners.
+
+    Args:
+        model: The model.
+        ids: Row 2i and row 2i + 1 are partners, [R, T] int64.
+        weights: Weight of predicting each token, [R, T].
+        taken: Bit L takes over layer L's state or KV, bit 8 + L its window, [R] int32.
+        split: Where memories change hands.
+    """
+    caches = model.new_caches()
+    before = model.hidden(ids[:, :split], caches=caches)
+    for layer, cache in enumerate(caches):
+        for field, bit in (("state", layer), ("key", layer), ("value", layer), ("conv", layer + 8)):
+            own = getattr(cache, field)
+            if own is not None:
+                partner = own.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
+                is_taken = ((taken >> bit) & 1).bool().view(-1, *[1] * (own.ndim - 1))
+                setattr(cache, field, torch.where(is_taken, partner, own))
+    after = model.hidden(ids[:, split:], caches=caches)
+    hidden = torch.cat([before[:, -1:], after], 1)[:, :-1]
+    return _cross_entropy(model.logits(hidden), ids[:, split:], weights[:, split:])
+
+
 def _cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
     loss = functional.cross_entropy(
         logits.float().flatten(0, 1), targets.flatten(), reduction="none"
@@ -100,16 +138,24 @@ class _Step:
     """One training step of a fixed batch shape, captured as a CUDA graph where there is a GPU."""
 
     def __init__(
-        self, model: Model, optimizer: Optimizer, draft_weight: float, rows: int, length: int
+        self, model: Model, optimizer: Optimizer, recipe: Recipe, stage: Stage, example: Batch
     ) -> None:
         device = optimizer.count.device
-        self._model, self._optimizer, self._draft_weight = model, optimizer, draft_weight
-        self.ids = torch.zeros(rows, length, dtype=torch.int64, device=device)
-        self.weights = torch.ones(rows, length, device=device)
-        self.masks = torch.zeros(rows, length, dtype=torch.int32, device=device)
+        self._model, self._optimizer, self._recipe = model, optimizer, recipe
+        self.ids = torch.zeros(stage.rows, stage.length, dtype=torch.int64, device=device)
+        self.weights = torch.ones(stage.rows, stage.length, device=device)
+        self.masks = torch.zeros(stage.rows, stage.length, dtype=torch.int32, device=device)
         self.masks[:, 0] = DOCUMENT_BIT
-        self.main = torch.zeros((), device=device)
-        self.draft = torch.zeros((), device=device)
+        self.losses = {name: torch.zeros((), device=device) for name in ("main", "draft")}
+        self._pairs: tuple[Tensor, Tensor, Tensor] | None = None
+        if example.pairs is not None and recipe.swap_weight:
+            shape = example.pairs.ids.shape
+            self._pairs = (
+                torch.zeros(shape, dtype=torch.int64, device=device),
+                torch.ones(shape, device=device),
+                torch.zeros(shape[0], dtype=torch.int32, device=device),
+            )
+            self.losses["swap"] = torch.zeros((), device=device)
         self._graph: torch.cuda.CUDAGraph | None = None
         if device.type == "cuda":
             self._capture()
@@ -117,14 +163,20 @@ class _Step:
     def _run(self) -> None:
         for parameter in self._model.parameters():
             parameter.grad = None
-        device = self.ids.device.type
+        device, recipe = self.ids.device.type, self._recipe
         # bfloat16 on a CPU is slower than float32 where the chip has no unit for it.
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda", cache_enabled=False):
             main, draft = losses(self._model, self.ids, self.weights, self.masks)
-            loss = main + self._draft_weight * draft
+            found = {"main": main, "draft": draft}
+            loss = main + recipe.draft_weight * draft
+            if self._pairs is not None:
+                # Another shape, for which compiling would not pay.
+                with torch.compiler.set_stance("force_eager"):
+                    found["swap"] = swapped_loss(self._model, *self._pairs, recipe.swap_split)
+                loss = loss + recipe.swap_weight * found["swap"]
         loss.backward()
-        self.main.copy_(main.detach())
-        self.draft.copy_(draft.detach())
+        for name, value in found.items():
+            self.losses[name].copy_(value.detach())
         self._optimizer.step()
 
     def _capture(self) -> None:
@@ -152,25 +204,40 @@ class _Step:
         optimizer.count.copy_(count)
         optimizer.scale.copy_(scale)
 
-    def __call__(self, ids: Tensor, weights: Tensor, masks: Tensor) -> None:
-        self.ids.copy_(ids)
-        self.weights.copy_(weights)
-        self.masks.copy_(masks)
+    def __call__(self, batch: Batch) -> None:
+        """Learn from a batch."""
+        _fill((self.ids, self.weights, self.masks), batch.rows)
+        if self._pairs is not None:
+            assert batch.pairs is not None
+            _fill(self._pairs, batch.pairs)
         if self._graph is not None:
             self._graph.replay()
         else:
             self._run()
 
 
-def _prepare(model: Model, optimizer: Optimizer, recipe: Recipe, stage: Stage) -> _Step:
+def _fill(tensors: tuple[Tensor, Tensor, Tensor], arrays: Rows | Pairs) -> None:
+    for tensor, array in zip(tensors, arrays, strict=True):
+        # torch has few operations on uint16.
+        signed = array.astype("int32") if array.dtype.kind == "u" else array
+        tensor.copy_(torch.from_numpy(signed))
+
+
+def _prepare(
+    model: Model, optimizer: Optimizer, recipe: Recipe, stage: Stage, batch: Batch
+) -> _Step:
     try:
-        return _Step(model, optimizer, recipe.draft_weight, stage.rows, stage.length)
+        return _Step(model, optimizer, recipe, stage, batch)
     except Exception as error:
         if not stage.compiled:
             raise
-        print(f"not compiled, which is slower: {error!r}"[:600], file=sys.stderr, flush=True)
+        _tell(f"not compiled, which is slower: {error!r}"[:600])
     torch.compiler.set_stance("force_eager")
-    return _Step(model, optimizer, recipe.draft_weight, stage.rows, stage.length)
+    return _Step(model, optimizer, recipe, stage, batch)
+
+
+LEEWAY = 0.03
+"""Part of a time limit by which a schedule may be late before it is shortened."""
 
 
 def rate_at(progress: float) -> float:
@@ -180,54 +247,45 @@ def rate_at(progress: float) -> float:
     return min(1.0, max(0.0, (1.0 - progress) / 0.55))
 
 
-class _Pool:
-    """Batches on the device; each is used at least once, and again when the feed is slow."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """What a training was.
 
-    def __init__(self, feed: Feed, device: torch.device, seed: int, capacity: int = 400) -> None:
-        self._feed, self._device, self._capacity = feed, device, capacity
-        self._rng = random.Random(seed)  # noqa: S311 (training data, not a secret)
-        self._batches: list[tuple[Tensor, Tensor, Tensor]] = []
-        self.taken = 0
+    Args:
+        steps, tokens: Done, and seen in packed rows.
+        seconds: Of the loop; preparation is not counted.
+        is_shortened: The time limit came into play, so the weights depend on the machine's speed.
+    """
 
-    def _put(self, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
-        batch = (
-            torch.from_numpy(rows.ids.astype("int32")).to(self._device),
-            torch.from_numpy(rows.weights).to(self._device),
-            torch.from_numpy(rows.cuts).to(self._device),
-        )
-        self.taken += 1
-        if len(self._batches) < self._capacity:
-            self._batches.append(batch)
-        else:
-            self._batches[self._rng.randrange(self._capacity)] = batch
-        return batch
+    steps: int
+    tokens: int
+    seconds: float
+    is_shortened: bool
 
-    def next(self) -> tuple[Tensor, Tensor, Tensor]:
-        rows = self._feed.get(wait=len(self._batches) < 8)
-        if rows is not None:
-            return self._put(rows)
-        return self._rng.choice(self._batches)
+
+def plan_of(recipe: Recipe) -> Plan:
+    """Give the shapes of a recipe's batches."""
+    ends, end = [], 0.0
+    for stage in recipe.stages:
+        end += stage.share
+        ends.append((end, stage.rows, stage.length))
+    return Plan(steps=recipe.steps, stages=tuple(ends))
 
 
 def train(
     model: Model,
     recipe: Recipe,
     feed: Feed,
-    device: torch.device,
     *,
     each: Callable[[Model, int], None] | None = None,
-) -> int:
+) -> Trained:
     """Train a model in place.
 
     Args:
-        model: On `device`.
+        model: On the device to train on.
         recipe: What to do for how long.
-        feed: Batches, begun with the first stage's shape.
-        device: Where to train.
+        feed: Batches of `plan_of(recipe)`.
         each: Called about every tenth of the way, to save what there is.
-
-    Returns:
-        Steps done.
     """
     optimizer = Optimizer(
         model,
@@ -240,40 +298,48 @@ def train(
         for layer in [*model.model.layers, *model.mtp.layers]:
             layer.compile(dynamic=False)
     begin, seconds = time.monotonic(), recipe.seconds
-    step_count, next_report, progress, done = 0, 0.0, 0.0, 0.0
-    tokens = 0
+    step_count, tokens, next_report, progress, done = 0, 0, 0.0, 0.0, 0.0
+    is_shortened = False
     for stage in recipe.stages:
         done += stage.share
-        feed.shape[:] = [stage.rows, stage.length]
-        pool = _Pool(feed, device, recipe.seed)
         torch.compiler.set_stance("default" if stage.compiled else "force_eager")
-        step = _prepare(model, optimizer, recipe, stage)
-        if step_count == 0:
-            # Compiling is no part of the schedule, or the easy beginning would be skipped.
-            took = time.monotonic() - begin
-            print(f"prepared in {took:.0f}s", file=sys.stderr, flush=True)
-            begin, seconds = time.monotonic(), min(seconds, recipe.deadline_s - took)
+        step: _Step | None = None
         while progress < min(done, 1.0):
-            elapsed = time.monotonic() - begin
-            progress = max(step_count / recipe.max_steps, elapsed / seconds)
-            feed.progress.value = progress
+            batch = feed.get((stage.rows, stage.length))
+            if step is None:
+                step = _prepare(model, optimizer, recipe, stage, batch)
+            if step_count == 0:
+                # Compiling is no part of the schedule, or the easy beginning would be skipped.
+                took = time.monotonic() - begin
+                _tell(f"prepared in {took:.0f}s")
+                begin, seconds = time.monotonic(), min(seconds, recipe.deadline_s - took)
             optimizer.scale.fill_(rate_at(progress))
-            step(*pool.next())
+            step(batch)
             step_count += 1
             tokens += stage.rows * stage.length
-            if step_count % 16 == 0 and device.type == "cuda":
-                torch.cuda.current_stream().synchronize()
+            elapsed = time.monotonic() - begin
             if progress >= next_report:
-                print(
-                    f"step {step_count} {elapsed:.0f}s progress {progress:.2f} "
-                    f"loss {step.main.item():.4f} draft {step.draft.item():.4f} "
-                    f"Mtok {tokens / 1e6:.1f} fresh {pool.taken}",
-                    file=sys.stderr,
-                    flush=True,
+                figures = " ".join(
+                    f"{name} {loss.item():.4f}" for name, loss in step.losses.items()
                 )
+                _tell(f"step {step_count} {elapsed:.0f}s progress {progress:.2f} {figures}")
                 next_report += 0.04 if next_report < 0.2 else 0.1
                 if each is not None:
                     each(model, step_count)
+            progress, least = step_count / recipe.steps, elapsed / seconds - LEEWAY
+            if least > progress:
+                # Shortened as a whole: the fall of the learning rate is what is worth most.
+                progress, is_shortened = least, True
+                feed.hurry(progress)
         del step
     torch.compiler.set_stance("force_eager")
-    return step_count
+    return Trained(
+        steps=step_count,
+        tokens=tokens,
+        seconds=time.monotonic() - begin,
+        is_shortened=is_shortened,
+    )
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -308,6 +308,16 @@ class Ledger:
         """Give the line that asks for a name; the value comes after a space."""
         return f"\n{self.word} {name}"
 
+    def with_other_values(self, rng: random.Random) -> Ledger:
+        """Give a ledger of the same lines in which every value was drawn anew."""
+        facts: dict[str, str] = {}
+        lines: list[str] = []
+        for line in self.lines:
+            name = line.removeprefix(f"\n{self.word} ").rpartition(" ")[0]
+            facts[name] = digits(rng, 2)
+            lines.append(f"{self.stem(name)} {facts[name]}")
+        return Ledger(self.word, lines, facts)
+
 
 def ledger(rng: random.Random, word: str, *, num_lines: int) -> Ledger:
     """Write a ledger.
