@@ -101,7 +101,9 @@ def measure(engine: Engine, num_steps: int) -> dict[str, float]:
     medians = {name: statistics.median(values) for name, values in parts.items()}
     whole = [sum(values) for values in zip(*parts.values(), strict=True)]
     working = [a + b + c for a, b, c in zip(*list(parts.values())[:3], strict=True)]
-    return {**medians, "step": statistics.median(working), "with_outputs": statistics.median(whole)}
+    return {
+        **medians, "without_outputs": statistics.median(working), "step": statistics.median(whole)
+    }
 
 
 def loop_ns() -> float:

@@ -33,7 +33,7 @@ Not none: in a pool that is full of old prompts, the newest ones would have no r
 
 
 class CacheEntry(NamedTuple):
-    """A published block; a tuple, as one is made for every block of every prompt.
+    """A published block.
 
     Attributes:
         block: Its id.
@@ -61,6 +61,8 @@ class BlockPool:
         self._refs = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
         self._entries: dict[bytes, CacheEntry] = {}
+        # Made once: a prompt publishes dozens at a time.
+        self._exact = [CacheEntry(block, is_generated=False) for block in range(num_blocks)]
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._rungs: OrderedDict[int, None] = OrderedDict()
         self._rung_keys: set[bytes] = set()
@@ -123,6 +125,8 @@ class BlockPool:
         """
         if count > self.num_available:
             return None
+        if not self._rungs:
+            return self._take_many(count)
         blocks: list[int] = []
         for _ in range(count):
             order = self._evictable
@@ -195,7 +199,7 @@ class BlockPool:
         if old is not None:
             self.unpublish(old.block)
         self._keys[block] = key
-        self._entries[key] = CacheEntry(block, is_generated)
+        self._entries[key] = CacheEntry(block, is_generated) if is_generated else self._exact[block]
         self._ghosts.pop(key, None)
 
     def publish_rung(self, block: int, key: bytes) -> None:
@@ -229,7 +233,7 @@ class BlockPool:
                 continue
             assert self._refs[block] > 0, f"{self.name}: {block=} published without an owner"
             self._keys[block] = key
-            entries[key] = CacheEntry(block, is_generated=False)
+            entries[key] = self._exact[block]
             self._ghosts.pop(key, None)
 
     def lookup(self, key: bytes) -> CacheEntry | None:
@@ -258,9 +262,9 @@ class BlockPool:
             if block in order:
                 order.move_to_end(block)
 
-    def was_evicted(self, key: bytes) -> bool:
-        """Whether a block of this key was evicted lately (bounded memory)."""
-        return key in self._ghosts
+    def was_any_evicted(self, keys: Iterable[bytes]) -> bool:
+        """Whether a block of one of these keys was evicted lately (bounded memory)."""
+        return not self._ghosts.keys().isdisjoint(keys)
 
     def unpublish(self, block: int) -> None:
         """Take the block's key away; a cached block becomes free."""
@@ -339,6 +343,33 @@ class BlockPool:
     def _rung_quota(self) -> int:
         """Rungs that there may be at the cost of others."""
         return (len(self._rung_keys) + len(self._evictable)) // _RUNG_SHARE
+
+    def _take_many(self, count: int) -> list[int]:
+        """Own free blocks, then the first evictable ones."""
+        free, refs = self._free, self._refs
+        num_free = min(count, len(free))
+        blocks = [free.popleft() for _ in range(num_free)]
+        if num_free < count:
+            blocks.extend(self._evict(count - num_free))
+        for block in blocks:
+            assert refs[block] == 0, f"{self.name}: {block=} handed out while owned"
+            refs[block] = 1
+        return blocks
+
+    def _evict(self, count: int) -> list[int]:
+        """Empty the first evictable blocks, none of which is a rung."""
+        order, keys, entries, ghosts = self._evictable, self._keys, self._entries, self._ghosts
+        blocks = [order.popitem(last=False)[0] for _ in range(count)]
+        for block in blocks:
+            key = keys[block]
+            assert key is not None, f"{self.name}: evictable {block=} has no key"
+            keys[block] = None
+            del entries[key]
+            ghosts[key] = None
+        while len(ghosts) > _GHOSTS:
+            ghosts.popitem(last=False)
+        self.num_evictions += count
+        return blocks
 
     def _take(self, order: OrderedDict[int, None]) -> int:
         """Own a free block, or else the first of `order`, which is evicted."""

@@ -297,11 +297,16 @@ class PrefixCache:
             blocks.append(entry.block)
         return blocks
 
-    def _has_generated(self, key: bytes) -> bool:
-        if key in self._generated:
+    def _has_generated(self, keys: list[bytes]) -> bool:
+        """Whether generation passed one of these boundaries."""
+        if not self._generated.keys().isdisjoint(keys):
             return True
-        entries = [pool.lookup(key) for pool in self.state_pools]
-        return all(entries) and any(entry.is_generated for entry in entries if entry)
+        found = [map(pool.lookup, keys) for pool in self.state_pools]
+        return any(
+            all(entries) and any(entry.is_generated for entry in entries if entry)
+            for entries in zip(*found, strict=True)
+            if entries[0]
+        )
 
     def _reasons(
         self,
@@ -322,11 +327,11 @@ class PrefixCache:
                 keys[end // self.block_size - 1]
                 for end in range(hit + self.unit, limit + 1, self.unit)
             ]
-            if self.is_bitwise and any(self._has_generated(key) for key in boundaries):
+            if self.is_bitwise and self._has_generated(boundaries):
                 reason = "generated_checkpoint"
             elif any(key in pending for key in boundaries):
                 reason = "in_flight"
-            elif any(pool.was_evicted(key) for pool in pools for key in boundaries):
+            elif any(pool.was_any_evicted(boundaries) for pool in pools):
                 reason = "evicted"
             elif unsalted_keys is not None and any(
                 all(pool.lookup(unsalted_keys[end // self.block_size - 1]) for pool in pools)

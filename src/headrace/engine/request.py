@@ -21,11 +21,10 @@ if TYPE_CHECKING:
 
 
 class _Completion:
-    """Text and figures of one sequence."""
+    """Text and figures of one sequence: all of them, or with OutputKind.DELTA the new ones."""
 
     __slots__ = (
-        "cumulative", "ids", "is_reported", "logprobs", "num_taken", "num_taken_logprobs",
-        "stop_reason", "stream", "text",
+        "cumulative", "ids", "is_reported", "logprobs", "stop_reason", "stream", "text",
     )
 
     def __init__(self, stream: TextStream | None) -> None:
@@ -35,8 +34,6 @@ class _Completion:
         self.logprobs: list[dict[int, TokenLogprob]] = []
         self.cumulative = 0.0
         self.is_reported = False
-        self.num_taken = 0
-        self.num_taken_logprobs = 0
         self.stop_reason: str | int | None = None
 
 
@@ -111,8 +108,9 @@ class Request:
         metrics = self.metrics
         if metrics.first_token_time_s is None:
             metrics.first_token_time_s = now
-        metrics.num_draft_tokens += update.num_drafts
-        metrics.num_accepted_draft_tokens += update.num_accepted
+        if update.num_drafts:
+            metrics.num_draft_tokens += update.num_drafts
+            metrics.num_accepted_draft_tokens += update.num_accepted
         tokens = update.token_ids
         stopped = False
         if done.stream is not None and tokens:
@@ -154,44 +152,51 @@ class Request:
     def output(self, *, is_delta: bool = False) -> RequestOutput:
         """The request's state as an output."""
         outputs = []
-        for index, (seq, done) in enumerate(zip(self.sequences, self._completions, strict=True)):
-            ended = seq.status is Status.FINISHED
-            delta = done.stream.take_delta(final=ended) if done.stream is not None else ""
-            done.text += delta
-            if is_delta:
-                ids = done.ids[done.num_taken :]
-                new_logprobs = done.logprobs[done.num_taken_logprobs :]
-                if not ids and not delta and (not ended or done.is_reported):
-                    continue
-            else:
-                ids, new_logprobs = list(done.ids), list(done.logprobs)
-            done.is_reported = ended
-            done.num_taken = len(done.ids)
-            done.num_taken_logprobs = len(done.logprobs)
-            outputs.append(
-                CompletionOutput(
-                    index=index,
-                    text=delta if is_delta else done.text,
-                    token_ids=ids,
-                    cumulative_logprob=(
-                        done.cumulative if self.params.logprobs is not None else None
-                    ),
-                    logprobs=new_logprobs if self.params.logprobs is not None else None,
-                    finish_reason=seq.finish_reason,
-                    stop_reason=seq.stop_reason,
-                )
-            )
+        for index, done in enumerate(self._completions):
+            part = self._part(index, done, is_delta=is_delta)
+            if part is not None:
+                outputs.append(part)
         first = self.sequences[0]
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
+            prompt_token_ids=self._prompt_token_ids,
             outputs=outputs,
-            finished=self.is_finished,
+            finished=self._num_open == 0,
             num_cached_tokens=first.num_cached_tokens,
-            missed_tokens=dict(first.missed),
+            missed_tokens=first.missed,
             prompt_logprobs=self._prompt_logprobs,
             metrics=self.metrics,
+        )
+
+    def _part(self, index: int, done: _Completion, *, is_delta: bool) -> CompletionOutput | None:
+        """One completion, or None if it has nothing new to tell."""
+        seq = self.sequences[index]
+        ended = seq.status is Status.FINISHED
+        delta = done.stream.take_delta(final=ended) if done.stream is not None else ""
+        wants_logprobs = self.params.logprobs is not None
+        logprobs: list[dict[int, TokenLogprob]] | None = None
+        if is_delta:
+            # What was taken before is not kept: its owner has it.
+            text, ids, done.ids = delta, done.ids, []
+            if wants_logprobs:
+                logprobs, done.logprobs = done.logprobs, []
+            if not ids and not delta and (not ended or done.is_reported):
+                return None
+        else:
+            done.text += delta
+            text, ids = done.text, list(done.ids)
+            if wants_logprobs:
+                logprobs = list(done.logprobs)
+        done.is_reported = ended
+        return CompletionOutput(
+            index=index,
+            text=text,
+            token_ids=ids,
+            cumulative_logprob=done.cumulative if wants_logprobs else None,
+            logprobs=logprobs,
+            finish_reason=seq.finish_reason,
+            stop_reason=seq.stop_reason,
         )
 
     def append_prompt(self, part: PromptLogprobs) -> None:

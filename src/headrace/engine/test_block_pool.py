@@ -32,9 +32,9 @@ def test_released_published_blocks_stay_until_an_allocation_evicts_the_oldest() 
     pool.touch(blocks[1])
     assert pool.allocate(1) == [blocks[0]]
     assert pool.lookup(b"a") is None
-    assert pool.was_evicted(b"a")
+    assert pool.was_any_evicted([b"a"])
     assert pool.lookup(b"b") is not None
-    assert not pool.was_evicted(b"b")
+    assert not pool.was_any_evicted([b"b"])
 
 
 def put(pool: BlockPool, key: bytes, *, is_rung: bool = False) -> int:
@@ -55,7 +55,7 @@ def test_rungs_are_evicted_before_all_others_whatever_their_age() -> None:
     put(pool, b"new")
     assert (pool.num_rungs, pool.num_available, pool.num_cached) == (2, 5, 5)
     assert pool.allocate(3) == [*rungs, old[0]]
-    assert pool.was_evicted(b"r0")
+    assert pool.was_any_evicted([b"r0"])
     pool.check(dict.fromkeys([*rungs, old[0]], 1))
 
 
