@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from headrace import evals
 
-from . import gate
+from . import gate, twin
 from . import tokenizer as tokenizers_
 from .data import HERE, NUM_STREAMS, Feed
 from .demo_data import SWAP_SPLIT, DemoMixture, read, render
@@ -106,10 +106,13 @@ def report(folder: Path, held_out: str, device: torch.device, count: int) -> dic
     table = gate.matrix(model, tokenizer, device, count=min(count, 128), seed=EVAL_SEED)
     lost = gate.losses_of(table)
     failures += _cheap(gate.best_of_each(lost))
+    moved = twin.moved_by(WEIGHT_SEED, device)
+    failures += twin.failures(moved)
     return {
         "scores": scores,
         "matrix": table,
         "lost": lost,
+        "twin": moved,
         "failures": failures,
         "stricter_reading_refuses": _short(scores, STRICTER_ACCEPTANCE) + _cheap(lost),
     }
@@ -134,10 +137,12 @@ def show(result: dict[str, Any]) -> None:
     for name, figure in result["scores"].items():
         print(f"{name:34s} {figure:.4f}")
     words = list(result["matrix"]["none"])
-    print(f"{'damage':16s} " + " ".join(f"{w:>7s}" for w in words) + "    lost")
+    print(f"{'damage':16s} " + " ".join(f"{w:>7s}" for w in words) + "    lost   twin's move")
     for name, row in result["matrix"].items():
         cells = " ".join(f"{row[w]:7.2f}" for w in words)
-        print(f"{name:16s} {cells} {result['lost'].get(name, 0.0):7.2f}")
+        print(
+            f"{name:16s} {cells} {result['lost'].get(name, 0.0):7.2f} {result['twin'][name]:13.4f}"
+        )
     for key in ("device", "minutes", "training_minutes", "seeds", "is_shortened"):
         if key in result:
             print(f"{key} {result[key]}")
