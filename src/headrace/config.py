@@ -55,7 +55,7 @@ class EngineConfig:
         deterministic: Bitwise equal results; None means on for CPU float32, off elsewhere and
             with kernels triton.
         seed: Seed of requests that bring none.
-        max_waiting: Most waiting requests before QueueFullError.
+        max_waiting: Most waiting sequences before a server answers 429.
         check_invariants: Verify pools and tables after every step (tests, debugging).
         rt_backend: auto, cpu, cuda, sim or cuda_checked.
     """

@@ -22,6 +22,7 @@ MAX_TOKEN_IDS = MAX_BIASES = 1 << 18
 MAX_COMPLETIONS = 128
 MAX_LOGPROBS = 20
 MAX_BIAS = 100.0
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 MAX_CHECKPOINTS = 64
 MAX_PIN_NAME = 128
 _SEED_STEP = 0x9E3779B97F4A7C15
@@ -76,7 +77,8 @@ class SamplingParams:
             is computed without the prefix cache.
         presence_penalty: In [-2, 2], subtracted once from each generated token's logit.
         frequency_penalty: In [-2, 2], subtracted per occurrence.
-        repetition_penalty: Above 0; divides (multiplies) positive (negative) logits of seen tokens.
+        repetition_penalty: In [0.01, 100]; divides (multiplies) positive (negative) logits of seen
+            tokens.
         logit_bias: Added to the logits before penalties, token id to bias in [-100, 100].
         allowed_token_ids: If given, only these may be sampled.
         bad_words: At most 1024 strings that may not be generated, as tokenised with and without a
@@ -161,10 +163,12 @@ class SamplingParams:
         _in_range("min_p", _finite("min_p", self.min_p), 0.0, 1.0)
         for name in ("presence_penalty", "frequency_penalty"):
             _in_range(name, _finite(name, getattr(self, name)), -2.0, 2.0)
+        # Beyond these logits would overflow, and the largest of infinities is any token.
         repetition = _finite("repetition_penalty", self.repetition_penalty)
-        if repetition <= 0.0:
+        if not MIN_REPETITION_PENALTY <= repetition <= MAX_REPETITION_PENALTY:
             raise RequestError(
-                f"repetition_penalty must be above 0, got {repetition}; 1 is no penalty",
+                f"repetition_penalty must be in [{MIN_REPETITION_PENALTY:g}, "
+                f"{MAX_REPETITION_PENALTY:g}], got {repetition:g}; 1 is no penalty",
                 param="repetition_penalty",
             )
 

@@ -74,6 +74,15 @@ def test_refused_question_is_told_and_left_out(capsys: pytest.CaptureFixture[str
     assert "max_model_len is 8" in capsys.readouterr().err
 
 
+def test_an_unknown_command_is_told_and_not_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    session = FakeSession()
+
+    converse(session, "/restet", "/etc/hosts is a file", "/ is a slash")
+
+    assert session.asked[-1] == ["/etc/hosts is a file", "answer 1", "/ is a slash"]
+    assert "no command /restet; /help lists them" in capsys.readouterr().err
+
+
 def test_exit_ends_the_conversation() -> None:
     assert not converse(FakeSession()).take(" /exit ")
 

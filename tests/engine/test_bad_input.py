@@ -96,7 +96,11 @@ BAD_PARAMETERS: dict[str, tuple[dict[str, Any], str]] = {
     "logprobs": ({"logprobs": 99}, r"logprobs must be -1 \(all\) or 0..20, got 99"),
     "presence": ({"presence_penalty": 3.0}, r"presence_penalty must be in \[-2, 2\], got 3"),
     "frequency nan": ({"frequency_penalty": math.nan}, "frequency_penalty must be finite"),
-    "repetition": ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0"),
+    "repetition": (
+        {"repetition_penalty": 0.0}, r"repetition_penalty must be in \[0.01, 100\], got 0; 1 is no"
+    ),
+    "repetition tiny": ({"repetition_penalty": 1e-45}, "repetition_penalty must .* got 1e-45"),
+    "repetition huge": ({"repetition_penalty": 1e39}, r"repetition_penalty must .* got 1e\+39"),
     "stop empty": ({"stop": [""]}, "stop strings must be non-empty text"),
     "stop ids": ({"stop_token_ids": [-1]}, "ids are not negative"),
     "stop ids many": ({"stop_token_ids": range(257)}, "has 257 ids but at most 256 are allowed"),
@@ -175,15 +179,27 @@ def test_a_prompt_one_below_the_context_is_answered_with_one_token(llm: LLM) -> 
 def test_a_full_queue_refuses_and_recovers() -> None:
     engine = make_engine(small_model(3), max_waiting=2)
     llm = LLM(engine=engine)
+    with pytest.raises(RequestError, match="n is 3 but at most 2 sequences may wait; lower n"):
+        engine.check_room(3)
     engine.add_request("a", [1], OK)
+    with pytest.raises(QueueFullError, match=r"1 sequences wait .* 2, and this request has 2"):
+        engine.check_room(2)
+    engine.check_room(1)
     engine.add_request("b", [1], OK)
-    with pytest.raises(QueueFullError, match="2 sequences wait and the limit is 2"):
-        engine.add_request("c", [1], OK)
+    with pytest.raises(QueueFullError, match="2 sequences wait and the limit is 2; try again"):
+        engine.check_room(1)
     with pytest.raises(RequestError, match="request id 'a' is in use; choose another"):
         engine.add_request("a", [1], OK)
     while engine.has_work():
         engine.step()
     assert_still_serves(llm)
+    assert_balanced(engine)
+
+
+def test_a_batch_of_ones_own_may_be_longer_than_a_servers_queue() -> None:
+    engine = make_engine(small_model(3), max_waiting=2)
+    outputs = LLM(engine=engine).generate([[1]] * 9, OK)
+    assert [output.finished for output in outputs] == [True] * 9
     assert_balanced(engine)
 
 

@@ -499,6 +499,23 @@ def test_history_reaches_into_a_cached_prefix(model: Qwen35Model, speculative: s
 
 
 @pytest.mark.parametrize(
+    "share",
+    [{"temperature": 1e-45}, {"temperature": 1e-12}, {"top_p": 5e-324}],
+    ids=str,
+)
+def test_values_that_float32_cannot_hold_leave_the_likeliest_token(
+    model: Qwen35Model, share: dict[str, float]
+) -> None:
+    prompt = words(fresh(), 12)
+    common: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True, "seed": 3}
+    chosen, likeliest = LLM(engine=engine(model)).generate([prompt] * 2, [
+        SamplingParams(**(common | {"temperature": 1.0} | share)),
+        SamplingParams(**common, temperature=0.0),
+    ])
+    assert chosen.outputs[0].token_ids == likeliest.outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
     "speculative", [pytest.param("none", marks=pytest.mark.full), "scripted:3"]
 )
 def test_bad_words_are_banned_with_and_without_a_space_before(

@@ -16,8 +16,9 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from headrace.config import EngineConfig
 from headrace.errors import ConfigError, EngineDeadError
-from headrace.server.app import create_app
+from headrace.server.app import create_app, serve
 from headrace.server.prompts import _LARGE_CHARS, _size_of
 from headrace.server.runner import listen, run_server
 from headrace.server.settings import ServerSettings
@@ -242,7 +243,7 @@ def test_the_engines_death_ends_the_process_with_an_error(
     fake_engine.dead = True
     chosen = ServerSettings(port=0, log_level="warning")
     with pytest.raises(EngineDeadError, match="restart the server"):
-        run_server(create_app(fake_engine, chosen), fake_engine, chosen)
+        run_server(create_app(fake_engine, chosen), fake_engine, chosen, listen("127.0.0.1", 0))
 
 
 def test_an_address_that_is_taken_is_a_config_error() -> None:
@@ -251,7 +252,28 @@ def test_an_address_that_is_taken_is_a_config_error() -> None:
     port = first.getsockname()[1]
     with pytest.raises(ConfigError, match=f"port {port}.*choose another"):
         listen("127.0.0.1", port)
+    # Found before the model is looked at: loading it may take minutes.
+    with pytest.raises(ConfigError, match=f"port {port}.*choose another"):
+        serve(EngineConfig(model="/no/such/folder"), port=port)
     first.close()
+
+
+def test_of_two_that_bound_an_address_one_may_listen(fake_engine: FakeEngine) -> None:
+    first = listen("127.0.0.1", 0)
+    port = first.getsockname()[1]
+    chosen = ServerSettings(port=port, log_level="warning")
+    with listen("127.0.0.1", port) as second:
+        first.listen()
+        with pytest.raises(ConfigError, match=f"port {port}.*choose another"):
+            run_server(create_app(fake_engine, chosen), fake_engine, chosen, second)
+    first.close()
+
+
+def test_a_host_that_no_name_can_be_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="choose another --host or --port"):
+        listen("é" * 100, 0)
+
+
 
 
 def test_many_streams_at_once_through_the_official_client(serving: Running) -> None:

@@ -104,6 +104,9 @@ def test_sigterm_ends_the_process_with_code_zero_after_the_last_answer(random_mo
     assert process.returncode == 0, stderr
     assert "Traceback" not in stderr
     assert f"serving {random_model} at http:" in stderr, stderr
+    # What loading has to say comes before that.
+    assert f"INFO: loading {random_model}" in stderr, stderr
+    assert "INFO: prefixes of 64 tokens and more can be cached" in stderr, stderr
     assert "the collector of traces did not take the last ones within 2 s" in stderr
 
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from headrace.config import EngineConfig
 from headrace.errors import EngineDeadError, QueueFullError, RequestError
 from headrace.server.settings import ServerSettings
 from tests.server.conftest import FakeEngine
@@ -316,6 +317,18 @@ def test_a_full_queue_says_when_to_try_again(serving: Running, path: str, *, str
         reply = serving.post(path, {**body, "stream": stream})
         assert refusal(reply, 429) == "4 requests wait; try later"
         assert reply.headers["retry-after"] == "3"
+
+
+def test_a_list_longer_than_the_queue_is_no_reason_to_try_again(
+    serving: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving.engine, "config", EngineConfig(max_waiting=5))
+    reply = serving.post("/v1/completions", {"prompt": ["a", "b"], "n": 3})
+    assert refusal(reply, 400, param="prompt") == (
+        "prompt has 2 prompts, with n 3 that is 6 sequences, but at most 5 may wait; send several "
+        "requests, or raise max_waiting"
+    )
+    assert serving.post("/v1/completions", {"prompt": ["a", "b"], "n": 2}).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])

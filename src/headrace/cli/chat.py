@@ -1,6 +1,7 @@
 """`headrace chat`: a conversation in the terminal."""
 
 import contextlib
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from headrace.sampling_params import SamplingParams
 
 _MAX_REMEMBERED = 1000
+_COMMAND = re.compile("/[a-z]+")
 _HELP = '''/reset forgets the conversation, /stats tells what the last answer took, /exit ends.
 The arrow keys bring earlier lines back, those of earlier conversations too.
 A line that ends with \\ goes on in the next one; """ begins and ends a text of several lines.'''
@@ -106,6 +108,9 @@ class Conversation:
             return False
         if command in self._commands:
             self._commands[command]()
+        elif _COMMAND.fullmatch(command):
+            # Answering it would look like a model that misunderstands.
+            _hint(f"no command {command}; /help lists them")
         else:
             self._answer(text)
         return True

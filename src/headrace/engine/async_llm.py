@@ -145,6 +145,7 @@ class AsyncLLM:
             if name not in self._mailboxes:
                 return  # Aborted since.
             try:
+                self._engine.check_room(sampling_params.n)
                 self._engine.add_request(
                     name, ids, sampling_params, prompt=text, arrival=arrival, grammar=grammar,
                     bad_words=bad_words,

@@ -108,7 +108,6 @@ class Engine:
 
         Raises:
             RequestError: It cannot be served as asked; nothing was queued.
-            QueueFullError: Too many requests wait.
         """
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use; choose another",
@@ -119,11 +118,6 @@ class Engine:
         if bad_words is None:
             bad_words = self.bad_word_tokens(params)
         _check_choices(params, eos, bad_words, self.parts.model_config.vocab_size)
-        if len(self.scheduler.waiting) + params.n > self.config.max_waiting:
-            raise QueueFullError(
-                f"{len(self.scheduler.waiting)} sequences wait and the limit is "
-                f"{self.config.max_waiting}; try again later, or raise max_waiting"
-            )
         if grammar is None:
             grammar = self.compile_grammar(params)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
@@ -162,6 +156,30 @@ class Engine:
             self._owner[seq.seq_id] = (request, index)
             self.scheduler.add(seq)
         return request
+
+    def check_room(self, num_sequences: int) -> None:
+        """Refuse sequences that the queue has no room for.
+
+        For those who add requests of others, before they do: a server's queue is bounded so that
+        clients hear early that they would wait for long. A batch that one caller holds already is
+        not, since nobody else waits and refusing it would save no memory.
+
+        Raises:
+            RequestError: They are more than the queue ever takes.
+            QueueFullError: Too many wait now.
+        """
+        limit, waiting = self.config.max_waiting, len(self.scheduler.waiting)
+        if num_sequences > limit:
+            raise RequestError(
+                f"n is {num_sequences} but at most {limit} sequences may wait; lower n, or raise "
+                "max_waiting", param="n",
+            )
+        if waiting + num_sequences > limit:
+            more = f", and this request has {num_sequences}" if num_sequences > 1 else ""
+            raise QueueFullError(
+                f"{waiting} sequences wait and the limit is {limit}{more}; try again later, or "
+                "raise max_waiting"
+            )
 
     def compile_grammar(self, params: SamplingParams) -> CompiledGrammar | None:
         """Compile the form of output that a request asks for; any thread may do so.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from contextlib import asynccontextmanager
+from logging.config import dictConfig
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
@@ -23,6 +25,7 @@ from headrace.server.errors import (
     shaped,
 )
 from headrace.server.gate import Gate
+from headrace.server.logs import log_config
 from headrace.server.messages import CountTokensBody, MessagesBody
 from headrace.server.metrics import CONTENT_TYPE, Metrics
 from headrace.server.openapi import add_schemas, body_of, error_answers
@@ -44,6 +47,8 @@ if TYPE_CHECKING:
 
     from headrace.config import EngineConfig
     from headrace.server.engine import ServedEngine
+
+_LOG = logging.getLogger(__name__)
 
 
 def create_app(engine: ServedEngine, settings: ServerSettings | None = None) -> FastAPI:
@@ -126,13 +131,18 @@ def serve(
     """
     # Imported here: `create_app` is of use without an engine and without torch.
     from headrace.engine.async_llm import AsyncLLM  # noqa: PLC0415
-    from headrace.server.runner import run_server  # noqa: PLC0415
+    from headrace.server.runner import listen, run_server  # noqa: PLC0415
 
     if settings is None:
         keys = (api_keys,) if isinstance(api_keys, str) else tuple(api_keys)
         settings = ServerSettings(host=host, port=port, api_keys=keys)
-    engine = AsyncLLM(config, step_timeout_s=settings.step_timeout_s)
-    run_server(create_app(engine, settings), engine, settings)
+    # Before the model, which may take minutes: what loading has to say is logged as asked, and a
+    # port that is taken is no news at the end of it.
+    dictConfig(log_config(level=settings.log_level, log_format=settings.log_format))
+    with listen(settings.host, settings.port) as listener:
+        _LOG.info("loading %s", config.model)
+        engine = AsyncLLM(config, step_timeout_s=settings.step_timeout_s)
+        run_server(create_app(engine, settings), engine, settings, listener)
 
 
 def _add_errors(app: FastAPI, metrics: Metrics) -> None:

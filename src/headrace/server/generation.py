@@ -82,6 +82,9 @@ async def _merged(
     finally:
         pumping.cancel()
         await asyncio.wait([pumping])
+        if not pumping.cancelled():
+            # Of a reader who left in the meantime: the loop would log what nobody asked for.
+            pumping.exception()
 
 
 async def _pump_all(

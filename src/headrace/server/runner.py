@@ -129,19 +129,28 @@ async def _within(limit_s: float, work: Awaitable[None]) -> bool:
     return True
 
 
-def run_server(app: FastAPI, engine: ServedEngine, settings: ServerSettings) -> None:
+def run_server(
+    app: FastAPI, engine: ServedEngine, settings: ServerSettings, listener: socket.socket
+) -> None:
     """Serve until a signal or the engine's death.
 
+    Args:
+        app: What answers.
+        engine: Whose health is watched.
+        settings: The server's.
+        listener: Bound to the server's address.
+
     Raises:
-        ConfigError: The address cannot be listened on.
+        ConfigError: The address cannot be listened on any more.
         EngineDeadError: The engine died.
     """
     server = make_server(app, engine, settings)
-    listener = listen(settings.host, settings.port)
     try:
-        server.run(sockets=[listener])
-    finally:
-        listener.close()
+        # Two may bind an address while nobody listens on it; only one may listen.
+        listener.listen(server.config.backlog)
+    except OSError as error:
+        raise _taken(settings.host, settings.port, error) from error
+    server.run(sockets=[listener])
     if server.death is not None:
         raise server.death
 
@@ -173,10 +182,14 @@ def listen(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, TypeError) as error:  # TypeError: no name can be encoded so.
         listener.close()
-        raise ConfigError(
-            f"cannot listen on {host} port {port}: {error}; choose another --host or --port"
-        ) from error
+        raise _taken(host, port, error) from error
     listener.set_inheritable(True)
     return listener
+
+
+def _taken(host: str, port: int, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"cannot listen on {host} port {port}: {error}; choose another --host or --port"
+    )

@@ -98,7 +98,7 @@ class Service:
         """
         if name and name not in self._names:
             raise NotFoundError(
-                f"model {name!r} is not served here; the model is {self.engine.model_name!r}"
+                f"model {name!r:.200} is not served here; the model is {self.engine.model_name!r}"
             )
 
     async def chat(self, body: ChatBody) -> Response:
@@ -155,6 +155,7 @@ class Service:
             max_prompts=self._max_prompts,
             add_special_tokens=body.add_special_tokens is not False,
         )
+        self._check_room(len(prompts), params.n)
         limit = self.engine.max_model_len
         works = [
             Work(p, cut_to_context(params, num_prompt_tokens=len(p.token_ids), limit=limit))
@@ -172,6 +173,19 @@ class Service:
             wants_logprobs=body.logprobs is not None,
         )
         return self._reply(body, works, answer)
+
+    def _check_room(self, num_prompts: int, n: int) -> None:
+        """Refuse a list that the queue would not take even if nobody waited.
+
+        With 429 its client would try again for ever; or, worse, be served now and then.
+        """
+        limit = self.engine.config.max_waiting
+        if num_prompts > 1 and num_prompts * n > limit:
+            raise RequestError(
+                f"prompt has {num_prompts} prompts, with n {n} that is {num_prompts * n} "
+                f"sequences, but at most {limit} may wait; send several requests, or raise "
+                "max_waiting", param="prompt",
+            )
 
     async def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
         """Token ids of a prompt or a conversation, the same that generation would use."""

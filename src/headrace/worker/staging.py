@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 
 _NO_LOGPROBS = -2
 _ALL_LOGPROBS = -1
+_LEAST_TEMPERATURE = 1e-10
+"""Logits divided by less could overflow. At this the noise is far below the distance of two float32
+logits, so the likeliest token wins as at any temperature below."""
+_LEAST_TOP_P = float(np.finfo(np.float32).tiny)
 
 
 class _Put:
@@ -90,9 +94,11 @@ class Stager:
     def admit(self, new: NewSequence) -> None:
         """Note how a sequence samples."""
         params, vocab = new.params, self._sizes.vocab_size
-        # Rounding must not drop a tail that top_p 1 keeps.
-        top_p = 2.0 if params.top_p >= 1.0 else params.top_p
-        self._floats[new.slot] = (params.temperature, top_p, params.min_p)
+        # Rounding must not drop a tail that top_p 1 keeps, nor make 0 of a small one: that would
+        # keep no token at all.
+        top_p = 2.0 if params.top_p >= 1.0 else max(params.top_p, _LEAST_TOP_P)
+        temperature = 0.0 if params.is_greedy else max(params.temperature, _LEAST_TEMPERATURE)
+        self._floats[new.slot] = (temperature, top_p, params.min_p)
         top_k = params.top_k if params.top_k > 0 else vocab
         seed = new.seed % 2**64
         signed = seed - 2**64 if seed >= 2**63 else seed
