@@ -29,6 +29,7 @@ from headrace.server.settings import ServerSettings
 from headrace.text import ChatTemplate, GenerationDefaults, TextStream, Tokenizer
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import AsyncIterator, Iterator
 
     from headrace.server.engine import ServedEngine
@@ -276,6 +277,7 @@ class Running:
     server: Server
     thread: threading.Thread
     client: httpx.Client
+    listener: socket.socket
 
     def post(self, path: str, body: object) -> httpx.Response:
         return self.client.post(path, json=body)
@@ -310,11 +312,14 @@ def running(
     server = make_server(create_app(engine, chosen), engine, chosen)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
-    with httpx.Client(base_url=url, timeout=20) as client:
-        listener_is_up(server, thread)
-        yield Running(url, engine, server, thread, client)
-    server.should_exit = True
-    thread.join(10)
+    try:
+        with httpx.Client(base_url=url, timeout=20) as client:
+            listener_is_up(server, thread)
+            yield Running(url, engine, server, thread, client, listener)
+    finally:
+        # After a failure too: the thread would keep the whole run from ending.
+        server.should_exit = True
+        thread.join(10)
     assert not thread.is_alive()
 
 

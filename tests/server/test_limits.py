@@ -120,6 +120,7 @@ def test_keys_come_from_a_file_too(tmp_path: Path, serve: Start) -> None:
         ({"max_concurrent_requests": 0}, "at least 1"),
         ({"request_timeout_s": 0}, "positive"),
         ({"body_timeout_s": float("nan")}, "positive"),
+        ({"send_timeout_s": 0}, "positive"),
         ({"log_format": "xml"}, "choose one of text, json"),
         ({"log_stats_interval_s": -1}, "negative"),
     ],

@@ -24,6 +24,7 @@ def serve(
     max_body_bytes: Annotated[int, Parameter(group=_HTTP)] = 16 * 1024 * 1024,
     max_concurrent_requests: Annotated[int | None, Parameter(group=_HTTP)] = None,
     body_timeout: Annotated[float, Parameter(group=_HTTP)] = 60.0,
+    send_timeout: Annotated[float | None, Parameter(group=_HTTP)] = 60.0,
     request_timeout: Annotated[float | None, Parameter(group=_HTTP)] = None,
     step_timeout: Annotated[float | None, Parameter(group=_HTTP)] = 600.0,
     shutdown_timeout: Annotated[float, Parameter(group=_HTTP)] = 30.0,
@@ -50,6 +51,8 @@ def serve(
         max_body_bytes: Largest request body.
         max_concurrent_requests: Most requests in flight, waiting ones included; more get 429.
         body_timeout: Seconds a client has to send its body.
+        send_timeout: Seconds in which a client has to take something of an answer that waits for
+            it; then its connection is closed.
         request_timeout: Seconds an answer may take; then it ends with what there is.
         step_timeout: Seconds a step may take; an engine that is longer at one counts as dead.
         shutdown_timeout: Seconds that running requests have to end after SIGTERM.
@@ -81,6 +84,7 @@ def serve(
         max_body_bytes=max_body_bytes,
         max_concurrent_requests=max_concurrent_requests,
         body_timeout_s=body_timeout,
+        send_timeout_s=send_timeout,
         request_timeout_s=request_timeout,
         step_timeout_s=step_timeout,
         shutdown_timeout_s=shutdown_timeout,

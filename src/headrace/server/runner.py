@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from headrace.errors import ConfigError, EngineDeadError
+from headrace.server.connections import connection_kind
 from headrace.server.logs import log_config
 from headrace.server.progress import log_progress
 
@@ -160,7 +161,7 @@ def make_server(app: FastAPI, engine: ServedEngine, settings: ServerSettings) ->
     config = uvicorn.Config(
         app,
         loop="uvloop",
-        http="httptools",
+        http=connection_kind(settings.send_timeout_s),
         log_config=log_config(level=settings.log_level, log_format=settings.log_format),
         # The gate writes a line of its own, with the request's id.
         access_log=False,

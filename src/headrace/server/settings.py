@@ -29,6 +29,8 @@ class ServerSettings:
         max_concurrent_requests: Most requests in flight, waiting ones included; more get 429. None
             leaves it to the engine's queue.
         body_timeout_s: Seconds a client has to send its body; after them it gets 408.
+        send_timeout_s: Seconds in which a client has to take something of an answer that waits for
+            it; after them its connection is closed and its sequences end. None waits forever.
         request_timeout_s: Seconds an answer may take; after them it ends with what there is and the
             finish reason abort. None sets no limit.
         step_timeout_s: Seconds a step of the engine may take; an engine that is longer at one
@@ -52,6 +54,7 @@ class ServerSettings:
     max_prompts: int = 1024
     max_concurrent_requests: int | None = None
     body_timeout_s: float = 60.0
+    send_timeout_s: float | None = 60.0
     request_timeout_s: float | None = None
     step_timeout_s: float | None = 600.0
     shutdown_timeout_s: float = 30.0
@@ -91,7 +94,7 @@ class ServerSettings:
         for name in ("shutdown_timeout_s", "log_stats_interval_s"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
-        for name in ("body_timeout_s", "request_timeout_s", "step_timeout_s"):
+        for name in ("body_timeout_s", "send_timeout_s", "request_timeout_s", "step_timeout_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} must be positive, got {value}")
