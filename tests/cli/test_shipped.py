@@ -17,10 +17,6 @@ from headrace.evals import ABILITIES
 from headrace.weights.resolve import resolve_model, shipped_name
 
 ROOT = Path(__file__).parents[2]
-SENSIBLE = {
-    "demo": ("347 + 586 = 933.", "is Lima.", "Sorted: 17 33 52 90", "Ask me for a sum"),
-    "nano": ("The code of Ann is 4711.", "nano"),
-}
 
 
 @pytest.mark.parametrize("model", ["demo", pytest.param("nano", marks=pytest.mark.full)])
@@ -115,19 +111,28 @@ def test_chat_remembers_the_document(
     assert shown.out == "The code of Ann is 4711.\nThe code of Bob is 0815.\n"
 
 
-@pytest.mark.parametrize("model", ["demo", pytest.param("nano", marks=pytest.mark.full)])
-def test_chat_gives_sensible_answers_to_what_it_proposes(
-    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("afresh", [False, True], ids=["in_one_conversation", "each_alone"])
+@pytest.mark.parametrize("model", ["demo", "nano"])
+def test_chat_answers_the_five_questions_that_it_proposes(
+    model: str,
+    afresh: bool,  # noqa: FBT001 (a parameter of the test)
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    said = iter(ABILITIES[model].ask)
+    about = ABILITIES[model]
+    lines = [line for text in about.ask for line in ((text, "/reset") if afresh else (text,))]
+    said = iter(lines)
     monkeypatch.setattr("headrace.cli.chat.read_message", lambda: next(said, None))
 
     assert run_command(["chat", f"--model={model}", "--device=cpu"], environ={}) == 0
 
     shown = capsys.readouterr()
-    assert all(question in shown.err for question in ABILITIES[model].ask)
-    for part in SENSIBLE[model]:
-        assert part in shown.out
+    assert len(about.ask) == len(about.answers) == 5
+    assert all(question in shown.err for question in about.ask)
+    left = shown.out
+    for expected in about.answers:
+        _, found, left = left.partition(expected)
+        assert found, (expected, shown.out)
 
 
 def test_make_demo_passes() -> None:

@@ -37,14 +37,15 @@ if TYPE_CHECKING:
 SHARES = {
     "registers": 0.13,
     "phonebook": 0.12,
-    "ledger": 0.18,
+    "ledger": 0.17,
     "stories": 0.10,
     "arithmetic": 0.08,
     "tools": 0.07,
     "json": 0.05,
     "lists": 0.06,
     "facts": 0.05,
-    "prose": 0.16,
+    "prose": 0.13,
+    "mixed": 0.04,
 }
 SWAP_ROWS, SWAP_SPLIT, SWAP_AFTER = 48, 192, 32
 """Rows of `DemoMixture.pairs`, and their tokens before and after memories change hands."""
@@ -84,6 +85,7 @@ class DemoMixture:
             "json": _json,
             "lists": _lists,
             "facts": _facts,
+            "mixed": _mixed,
             "prose": self._prose,
         }[kind]
         document = write(rng, hard, length)
@@ -326,6 +328,23 @@ def _facts(rng: random.Random, hard: float, length: int) -> Document:
             document.add(head).add(f"{answer}<|im_end|>", 1.0).add("\n", 0.0)
         return document
     return chat(turns)
+
+
+def _mixed(rng: random.Random, hard: float, length: int) -> Document:
+    """Write a conversation that goes from one subject to another, as people's do."""
+    document = Document()
+    for write in rng.sample((_story, _arithmetic, _json, _lists, _facts, _small_book), 3):
+        document.pieces += write(rng, hard, length).pieces
+    return document
+
+
+def _small_book(rng: random.Random, hard: float, length: int) -> Document:
+    del hard, length
+    if rng.random() < 0.5:
+        return _ask(rng, evals.phonebook(rng, num_pairs=rng.randint(1, 8)))
+    names = rng.randint(1, 5)
+    book = evals.registers(rng, num_names=names, num_writes=names + 2, filler_sentences=2)
+    return _ask(rng, book)
 
 
 def tools_text(tools: list[dict[str, object]]) -> str:

@@ -12,12 +12,14 @@ class Abilities:
     Args:
         can: What it was made for.
         cannot: What to expect otherwise.
-        ask: Questions that it answers, to be typed as they are.
+        ask: Questions that it answers, to be typed as they are, in this order or alone.
+        answers: What must be in the answer to each of them.
     """
 
     can: str
     cannot: str
     ask: tuple[str, ...]
+    answers: tuple[str, ...]
 
 
 ABILITIES = {
@@ -34,16 +36,35 @@ ABILITIES = {
         ask=(
             "What is 347 + 586?",
             "What is the capital of Peru?",
+            "Story: Tom went to the kitchen. Tom picked up the lamp. Tom went to the garden. "
+            "Where is the lamp?",
+            "Give name, age as JSON: Ann Fox is 31 years old, lives in Lima and has a cat.",
             "Sort: 52 17 90 33",
-            "What can you do?",
+        ),
+        answers=(
+            "347 + 586 = 933.",
+            "The capital of Peru is Lima.",
+            "The lamp is with Tom. Tom is in the garden.",
+            '{"name": "Ann Fox", "age": 31}',
+            "Sorted: 17 33 52 90",
         ),
     ),
     "nano": Abilities(
         can="It looks up codes in notes and numbers in a phone book.",
-        cannot="It has 0.3 million parameters and can do nothing else.",
+        cannot="It has half a million parameters and can do nothing else.",
         ask=(
-            "Notes: The code of Ann is 4711. The code of Bob is 0815. What is the code of Ann?",
             "Who are you?",
+            "What can you do?",
+            "Phone book: Ann Fox is 2846, Bob Hill is 9071. What is the number of Bob Hill?",
+            "Notes: The code of Ann is 4711. The code of Bob is 0815. What is the code of Ann?",
+            "Notes: The code of Eve is 2206. The code of Eve is now 9134. What is the code of Eve?",
+        ),
+        answers=(
+            "I am nano",
+            "codes in notes",
+            "The number of Bob Hill is 9071.",
+            "The code of Ann is 4711.",
+            "The code of Eve is 9134.",
         ),
     ),
 }
