@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -58,8 +59,10 @@ def test_the_model_without_a_name_is_the_demo_model() -> None:
 def test_eval_reaches_its_thresholds(capsys: pytest.CaptureFixture[str]) -> None:
     code = run_command(["eval", "nano", "--samples=6", "--json", "--device=cpu"], environ={})
 
-    result = json.loads(capsys.readouterr().out)
+    shown = capsys.readouterr()
+    result = json.loads(shown.out)
     assert code == 0, result
+    assert re.search(r"2 of 2: phonebook, 6 examples \.\.\. 100\.0% right, \d+\.\d s", shown.err)
     assert result["passed"] is True
     assert result["tasks"].keys() == result["thresholds"].keys() == {"registers", "phonebook"}
 

@@ -1,5 +1,7 @@
 """`headrace eval`: a shipped model's tasks through the engine."""
 
+import sys
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -22,7 +24,7 @@ def evaluate(
     model: str | None = None,
     /,
     *,
-    samples: int = 50,
+    samples: int = 16,
     task: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     damage: Literal["state", "conv", "kv"] | None = None,
     json: Annotated[bool, Parameter(negative="")] = False,
@@ -31,9 +33,11 @@ def evaluate(
 ) -> int:
     """Score a shipped model on its tasks; exit code 0 only if it reaches every threshold.
 
+    Tells on stderr how far it is.
+
     Args:
         model: Same as --model.
-        samples: Examples per task; of tasks with long prompts a half or a tenth.
+        samples: Examples per task; of tasks with long prompts an eighth or fewer.
         task: Only this task; may be given several times.
         damage: Also answer with the recurrent states, convolution windows, or keys and values of
             every layer zeroed before each answer. Scores are then those of the damaged engine.
@@ -57,10 +61,8 @@ def evaluate(
     from headrace.engine.damage import damageable  # noqa: PLC0415
 
     with Session(settings if damage is None else damageable(settings)) as session:
-        whole = {key: _score(session, tasks[key], counts[key]) for key in tasks}
-        hurt = {
-            key: _score(session, tasks[key], counts[key], damage) for key in tasks if damage
-        }
+        whole = _scores(session, tasks, counts)
+        hurt = {} if damage is None else _scores(session, tasks, counts, damage)
     result = Result(tasks=tasks, samples=counts, undamaged=whole, scores=hurt or whole)
     if json:
         print(orjson.dumps(result.as_json(damage), option=orjson.OPT_INDENT_2).decode())
@@ -121,6 +123,27 @@ def _chosen(tasks: dict[str, Task], names: tuple[str, ...]) -> dict[str, Task]:
         if name not in tasks:
             raise ConfigError(f"there is no task {name!r}; tasks: {', '.join(tasks)}")
     return {key: task for key, task in tasks.items() if not names or key in names}
+
+
+def _scores(
+    session: "Session",
+    tasks: dict[str, Task],
+    counts: dict[str, int],
+    damage: Literal["state", "conv", "kv"] | None = None,
+) -> dict[str, float]:
+    """Shares of right answers by task, each told on stderr as it comes."""
+    scores: dict[str, float] = {}
+    for number, (key, task) in enumerate(tasks.items(), start=1):
+        with_what = "" if damage is None else f", {damage} damaged"
+        print(
+            f"{number} of {len(tasks)}: {key}, {counts[key]} examples{with_what} ...",
+            end="", file=sys.stderr, flush=True,
+        )  # fmt: skip
+        begin = time.monotonic()
+        scores[key] = _score(session, task, counts[key], damage)
+        took = time.monotonic() - begin
+        print(f" {scores[key]:.1%} right, {took:.1f} s", file=sys.stderr, flush=True)
+    return scores
 
 
 def _score(
