@@ -6,10 +6,14 @@ then flags or keyword arguments. "auto" values are resolved by `resolve`, which 
 
 from __future__ import annotations
 
+import functools
 import os
+import types
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args, get_origin, get_type_hints
+
+from headrace.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -90,6 +94,56 @@ class EngineConfig:
     max_waiting: int = 4096
     check_invariants: bool = False
     rt_backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        """Check types and lower bounds: what else a value must fit is known with the model.
+
+        Raises:
+            ConfigError: A value is of the wrong type, or is none of those there are.
+        """
+        for name in ("model", "tokenizer"):
+            path: object = getattr(self, name)
+            if isinstance(path, os.PathLike):
+                object.__setattr__(self, name, os.fspath(path))
+        for name, allowed in _allowed().items():
+            _check(name, getattr(self, name), allowed)
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name} is {value} but must be at least {least}")
+
+
+_LEAST = {"num_kv_blocks": 1, "num_state_blocks": 1, "scan_grid": 1, "max_waiting": 1}
+_KINDS: dict[object, tuple[tuple[type, ...], str]] = {
+    str: ((str,), "text"), int: ((int,), "an integer"), float: ((int, float), "a number"),
+    bool: ((bool,), "True or False"), type(None): ((type(None),), "None"),
+}
+
+
+@functools.cache
+def _allowed() -> dict[str, tuple[object, ...]]:
+    """Each setting's types: one, or the members of a union, or a Literal."""
+    hints = get_type_hints(EngineConfig)
+    return {
+        name: get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        for name, hint in hints.items()
+    }
+
+
+def _check(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    """Refuse a value of none of the allowed types; True is no number here."""
+    for one in allowed:
+        if get_origin(one) is Literal:
+            choices = get_args(one)
+            if not (isinstance(value, str) and value in choices):
+                raise ConfigError(
+                    f"{name} is {value!r}; choose {', '.join(choices[:-1])} or {choices[-1]}"
+                )
+            return
+        if isinstance(value, _KINDS[one][0]) and (one is bool or not isinstance(value, bool)):
+            return
+    words = " or ".join(_KINDS[one][1] for one in allowed)
+    raise ConfigError(f"{name} is {value!r:.200} but must be {words}")
 
 
 def environment_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -132,11 +132,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         put = object.__setattr__
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        put(self, "stop", stop)
+        put(self, "stop", _texts("stop", self.stop))
         put(self, "stop_token_ids", _distinct("stop_token_ids", self.stop_token_ids or ()))
-        words = self.bad_words
-        put(self, "bad_words", (words,) if isinstance(words, str) else tuple(words or ()))
+        put(self, "bad_words", _texts("bad_words", self.bad_words))
+        put(self, "shown_token_ids", _distinct("shown_token_ids", self.shown_token_ids or ()))
         if self.allowed_token_ids is not None:
             allowed = _distinct("allowed_token_ids", self.allowed_token_ids)
             put(self, "allowed_token_ids", allowed)
@@ -152,6 +151,15 @@ class SamplingParams:
         self._check_ids()
         self._check_cache()
         self._check_structure()
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise RequestError(f"{name} must be True or False, got {value!r:.200}", param=name)
+        kind: object = self.output_kind
+        if not isinstance(kind, OutputKind):
+            raise RequestError(
+                f"output_kind must be one of OutputKind, got {kind!r:.200}", param="output_kind"
+            )
 
     def _check_shares(self) -> None:
         _in_range("temperature", _finite("temperature", self.temperature), 0.0, 100.0)
@@ -272,8 +280,11 @@ class SamplingParams:
             )
         for mark in marks:
             _at_least("cache_checkpoint", mark, 1)
+        salt: object = self.cache_salt
+        if salt is not None and not _is_text(salt):
+            raise RequestError(f"cache_salt must be text, got {salt!r:.200}", param="cache_salt")
         pin: object = self.cache_pin
-        if pin is not None and not (isinstance(pin, str) and 1 <= len(pin) <= MAX_PIN_NAME):
+        if pin is not None and not (_is_text(pin) and 1 <= len(str(pin)) <= MAX_PIN_NAME):
             raise RequestError(
                 f"cache_pin must be a name of 1..{MAX_PIN_NAME} characters, got {pin!r:.200}",
                 param="cache_pin",
@@ -302,6 +313,24 @@ def _distinct(name: str, ids: Iterable[int]) -> tuple[int, ...]:
         raise RequestError(
             f"{name} must be a list of token ids, got {ids!r:.200}", param=name
         ) from None
+
+
+def _texts(name: str, given: object) -> tuple[str, ...]:
+    """One text or several as a tuple; what the members are is checked later.
+
+    Raises:
+        RequestError: They are neither.
+    """
+    if isinstance(given, str):
+        return (given,)
+    if given is None or isinstance(given, list | tuple):
+        return tuple(given or ())
+    raise RequestError(f"{name} must be text or a list of texts, got {given!r:.200}", param=name)
+
+
+def _is_text(value: object) -> bool:
+    """Whether a value is text that has bytes: half of a surrogate pair has none."""
+    return isinstance(value, str) and not any("\ud800" <= char <= "\udfff" for char in value)
 
 
 def _is_bias(value: float) -> bool:

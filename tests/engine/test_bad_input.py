@@ -13,6 +13,7 @@ from conformance import MAX_LEN, VOCAB, assert_balanced, make_engine, small_mode
 from safetensors.torch import load_file, save_file
 
 from headrace import LLM, SamplingParams
+from headrace.config import EngineConfig
 from headrace.errors import (
     ConfigError,
     EngineDeadError,
@@ -107,6 +108,14 @@ BAD_PARAMETERS: dict[str, tuple[dict[str, Any], str]] = {
     "stop long": ({"stop": "x" * 4097}, "a string of 4097 characters but at most 4096"),
     "bad words many": ({"bad_words": ["x"] * 1025}, "has 1025 strings but at most 1024"),
     "bad words long": ({"bad_words": ["x" * 4097]}, "a string of 4097 characters but at most 4096"),
+    "stop number": ({"stop": 5}, "stop must be text or a list of texts, got 5"),
+    "bad words set": ({"bad_words": {"a"}}, "bad_words must be text or a list of texts"),
+    "switch": ({"ignore_eos": "no"}, "ignore_eos must be True or False, got 'no'"),
+    "kind": ({"output_kind": 5}, "output_kind must be one of OutputKind, got 5"),
+    "salt": ({"cache_salt": 5}, "cache_salt must be text, got 5"),
+    "salt half": ({"cache_salt": "\ud800"}, "cache_salt must be text, got"),
+    "pin half": ({"cache_pin": "a\ud800"}, "cache_pin must be a name of 1..128 characters"),
+    "shown": ({"shown_token_ids": 5}, "shown_token_ids must be a list of token ids, got 5"),
     "allowed negative": ({"allowed_token_ids": [5, -7]}, "allowed_token_ids has -7; ids are not"),
     "allowed text": ({"allowed_token_ids": [5, "7"]}, "must be an integer, got '7'"),
     "allowed lists": ({"allowed_token_ids": [[5]]}, "must be a list of token ids, got"),
@@ -220,6 +229,37 @@ def test_an_unknown_option_is_an_error_with_the_closest_name(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"model": 5}, "model is 5 but must be text"),
+        ({"max_num_seqs": "8"}, "max_num_seqs is '8' but must be an integer"),
+        ({"max_num_seqs": 2.5}, "max_num_seqs is 2.5 but must be an integer"),
+        ({"max_num_seqs": True}, "max_num_seqs is True but must be an integer"),
+        ({"num_kv_blocks": 1e3}, "num_kv_blocks is 1000.0 but must be an integer or None"),
+        ({"num_kv_blocks": -5}, "num_kv_blocks is -5 but must be at least 1"),
+        ({"max_waiting": 0}, "max_waiting is 0 but must be at least 1"),
+        ({"scan_grid": 0}, "scan_grid is 0 but must be at least 1"),
+        ({"dtype": "float16"}, "dtype is 'float16'; choose auto, float32 or bfloat16"),
+        ({"prefix_cache": True}, "prefix_cache is True; choose none or align"),
+        ({"device": None}, "device is None; choose auto, cpu or cuda"),
+        ({"deterministic": "yes"}, "deterministic is 'yes' but must be True or False or None"),
+        ({"async_scheduling": 1}, "async_scheduling is 1 but must be True or False"),
+        ({"speculative": None}, "speculative is None but must be text"),
+        ({"max_pinned_share": "a"}, "max_pinned_share is 'a' but must be a number"),
+        ({"config": 5}, "config is int but must be an EngineConfig"),
+        ({"config": EngineConfig(), "seed": 1}, "seed and config are both given; put all into"),
+    ],
+)
+def test_a_setting_of_a_wrong_type_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(**options)
+
+
+def test_a_folder_may_be_a_path(tmp_path: Path) -> None:
+    assert EngineConfig(model=tmp_path).model == str(tmp_path)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
         ({"state_block_size": 24}, "state_block_size is 24 but must be a multiple of 16"),
         ({"block_size": 5}, "block_size is 5 but must divide"),
         ({"max_num_seqs": 0}, "max_num_seqs is 0 but must be at least 1"),
@@ -327,6 +367,11 @@ def test_prompts_or_parameters_of_a_wrong_type_are_refused_by_name(llm: LLM) -> 
         llm.generate([1, 2, 3], wrong)
     with pytest.raises(RequestError, match="prompts is NoneType but must be text, token ids"):
         llm.generate(None, OK)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="the prompt is of type dict; give text or a list of"):
+        llm.generate([{"prompt_token_ids": [1]}], OK)  # type: ignore[list-item]
+    for messages in (None, "hello", {"role": "user", "content": "hello"}):
+        with pytest.raises(RequestError, match=r"messages is .* but must be a list of messages"):
+            llm.chat(messages, OK)  # type: ignore[arg-type]
     assert_still_serves(llm)
 
 

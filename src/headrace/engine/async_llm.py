@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.engine.engine import Engine
 from headrace.engine.inspection import describe_parts
-from headrace.engine.llm import make_config
+from headrace.engine.llm import chosen_config
 from headrace.engine.step_trace import StepTracer
 from headrace.errors import EngineDeadError, RequestError
 from headrace.outputs import CompletionOutput, RequestOutput
@@ -73,7 +73,7 @@ class AsyncLLM:
         **options: Any,  # noqa: ANN401 - fields of EngineConfig
     ) -> None:
         if engine is None:
-            engine = Engine(config if config is not None else make_config(model, options))
+            engine = Engine(chosen_config(model, config, options))
         self._engine = engine
         parts = engine.parts
         self.config = engine.config

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
-from collections.abc import Sized
+from collections.abc import Mapping, Set, Sized
 from dataclasses import asdict, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -518,9 +518,9 @@ def _pool_stats(pool: Any) -> dict[str, int]:  # noqa: ANN401
 
 def _as_ids(prompt: Any) -> np.ndarray:  # noqa: ANN401 - what a client sent
     """Token ids of a prompt, [n] of an integer type, n at least 1."""
-    if isinstance(prompt, str | bytes) or not isinstance(prompt, Sized):
+    if isinstance(prompt, str | bytes | Mapping | Set) or not isinstance(prompt, Sized):
         raise RequestError(
-            f"the prompt is of type {type(prompt).__name__}; give a list of token ids",
+            f"the prompt is of type {type(prompt).__name__}; give text or a list of token ids",
             param="prompt",
         )
     if not len(prompt):

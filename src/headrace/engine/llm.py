@@ -38,6 +38,26 @@ def make_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
     return EngineConfig(model=model, **options)
 
 
+def chosen_config(
+    model: str, config: EngineConfig | None, options: Mapping[str, Any]
+) -> EngineConfig:
+    """The settings that a caller gives whole, or one by one.
+
+    Raises:
+        ConfigError: They are given both ways, or are wrong.
+    """
+    given: object = config
+    if given is None:
+        return make_config(model, options)
+    if not isinstance(given, EngineConfig):
+        raise ConfigError(f"config is {type(given).__name__} but must be an EngineConfig")
+    if options:
+        raise ConfigError(
+            f"{', '.join(sorted(options))} and config are both given; put all into config"
+        )
+    return given
+
+
 class LLM:
     """An engine in this thread.
 
@@ -61,7 +81,7 @@ class LLM:
         **options: Any,  # noqa: ANN401 - fields of EngineConfig
     ) -> None:
         if engine is None:
-            engine = Engine(config if config is not None else make_config(model, options))
+            engine = Engine(chosen_config(model, config, options))
         self.engine = engine
         self._is_shut_down = False
         self._next_id = 0
@@ -152,11 +172,20 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several together."""
+        """Answer one conversation, or several together.
+
+        Raises:
+            RequestError: A message or a parameter is wrong, or the model has no chat template.
+        """
+        if not isinstance(messages, (list, tuple)):
+            raise RequestError(
+                f"messages is {type(messages).__name__} but must be a list of messages, or a list "
+                "of such lists", param="messages",
+            )
         many = [messages] if messages and not isinstance(messages[0], (list, tuple)) else messages
         prompts = [
             self.chat_prompt(
-                conversation,  # type: ignore[arg-type]
+                conversation,
                 add_generation_prompt=add_generation_prompt,
                 tools=tools,
                 chat_template_kwargs=chat_template_kwargs,

@@ -7,6 +7,7 @@ import json
 import re
 import secrets
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -19,7 +20,7 @@ from headrace.errors import ModelError, RequestError
 from headrace.text.files import read_json_object_if_present
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from jinja2.parser import Parser
 
@@ -250,6 +251,12 @@ def _mark_end(messages: Sequence[dict[str, Any]], mark: str) -> None:
 def _plain_message(place: int, message: Mapping[str, Any]) -> dict[str, Any]:
     """Give a message the form templates expect: text content, parsed tool arguments."""
     where = f"messages[{place}]"
+    given: object = message
+    if not isinstance(given, Mapping):
+        raise RequestError(
+            f"{where} is of type {type(given).__name__} but must have a role and content, such as "
+            '{"role": "user", "content": "..."}', param="messages",
+        )
     plain = {key: value for key, value in message.items() if value is not None or key == "content"}
     if not isinstance(plain.get("role"), str):
         raise RequestError(f"{where} needs a role", param="messages")

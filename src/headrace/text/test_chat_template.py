@@ -68,6 +68,7 @@ def test_what_a_template_may_not_do_is_a_request_error(
     ("message", "expected"),
     [
         ({"content": "x"}, "needs a role"),
+        ("x", "is of type str but must have a role and content"),
         ({"role": "user", "content": 3}, "must be text"),
         ({"role": "user", "content": [{"type": "image_url"}]}, "'image_url'.*text only"),
         ({"role": "assistant", "tool_calls": 3}, "must be a list"),

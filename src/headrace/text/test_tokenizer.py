@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.errors import ModelError
+from headrace.errors import ModelError, RequestError
 from headrace.text import Tokenizer
 from headrace.text.conftest import byte_level_backend
 
@@ -107,3 +107,9 @@ def test_ids_beyond_the_vocabulary_have_no_text(byte_level: Tokenizer) -> None:
     assert byte_level.decode_token(9999) == ""
     assert byte_level.decode_token(3) == "<|im_end|>"
     assert byte_level.decode([9999]) == ""
+
+
+def test_what_is_no_character_is_refused_by_its_place() -> None:
+    tokenizer = Tokenizer(byte_level_backend())
+    with pytest.raises(RequestError, match=r"the text has U\+DCE9 at 3, half of a surrogate pair"):
+        tokenizer.encode("caf\udce9 au lait")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
-from headrace.errors import ModelError
+from headrace.errors import ModelError, RequestError
 from headrace.text.files import read_json_object_if_present
 
 if TYPE_CHECKING:
@@ -183,10 +183,24 @@ class Tokenizer:
             text: The text; special tokens written in it are recognised.
             add_special_tokens: Add what the tokenizer puts around a text, such as BOS; off for
                 rendered chats, whose template wrote them. BOS is never doubled.
+
+        Raises:
+            RequestError: Some of the text is no character, such as a byte that was no UTF-8.
         """
-        encoding = self._backend.encode_batch_fast(
-            [text], add_special_tokens=add_special_tokens
-        )[0]
+        try:
+            encoding = self._backend.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )[0]
+        except TypeError:
+            # The library's answer to half of a surrogate pair, which is also what the command line
+            # makes of bytes that it cannot read.
+            wrong = next((c for c in text if "\ud800" <= c <= "\udfff"), None)
+            if wrong is None:
+                raise
+            raise RequestError(
+                f"the text has U+{ord(wrong):04X} at {text.index(wrong)}, half of a surrogate "
+                "pair, which is no character; send UTF-8"
+            ) from None
         ids: list[int] = encoding.ids
         bos = self.bos_token_id
         if not add_special_tokens or bos is None:
