@@ -162,6 +162,14 @@ def groups() -> list[Group]:
         Group(name="prefill", shape=MAIN_SHAPE, lines=(prefill,)),
         Group(name="cached", shape=MAIN_SHAPE, lines=(cached,)),
         Group(
+            name="graphs off", shape=MAIN_SHAPE, profile_batches=(1,), changes={"graphs": "off"},
+            lines=tuple(decode("plain decode, graphs off", b) for b in (256, 1, 32)),
+        ),
+        Group(
+            name="graphs off, drafts", shape=MAIN_SHAPE, drafts=3, changes={"graphs": "off"},
+            lines=tuple(decode("3 drafts, forced, graphs off", b) for b in (256, 1, 32)),
+        ),
+        Group(
             name="float32", shape=MAIN_SHAPE, state_dtype="float32",
             lines=tuple(decode("plain decode, float32 state", b) for b in (256, 32, 1, 8, 128)),
         ),
@@ -181,7 +189,8 @@ def groups() -> list[Group]:
 def quick(group: Group) -> Group:
     """Cut a group down: fewer tokens, one run, the batches that say most."""
     wanted = {
-        "plain": (256, 1, 32), "forced": (256, 1), "prefill": (32,), "cached": (32,),
+        "plain": (256, 1, 32), "forced": (256, 1, 32), "prefill": (32,), "cached": (32,),
+        "graphs off": (256, 1, 32), "graphs off, drafts": (256, 1, 32),
     }.get(group.name, ())  # fmt: skip
     lines = [line for line in group.lines if line.case.batch in wanted]
     return replace(

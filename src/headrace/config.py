@@ -37,6 +37,8 @@ class EngineConfig:
         state_dtype: Dtype of recurrent state: auto, float32 or bfloat16.
         kernels: What computes generated tokens: auto, torch (PyTorch operations) or triton (fused
             kernels). auto takes the kernels on a CUDA device where there are some for the model.
+        graphs: Capture steps of generating sequences alone and replay them: auto, on or off. auto
+            is on on a CUDA device where kernels compute generated tokens.
         max_model_len: Most tokens in a sequence, prompt and output; None takes the model's own.
         max_num_seqs: Most sequences in one step.
         max_num_batched_tokens: Most tokens in one step; None means 8192 on a GPU and 1024 on a CPU
@@ -71,6 +73,7 @@ class EngineConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     state_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     kernels: Literal["auto", "torch", "triton"] = "auto"
+    graphs: Literal["auto", "on", "off"] = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None

@@ -17,6 +17,9 @@ import numpy as np
 import pytest
 import torch
 from conformance import MAX_LEN, VOCAB, make_engine
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from headrace.config import EngineConfig
 from headrace.engine.inspection import _without_weights
@@ -37,6 +40,8 @@ from headrace.sampling_params import SamplingParams
 from headrace.testing import KERNEL_SIZES, tiny_model
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from headrace import rt
     from headrace.worker.launches import StepShape
 
@@ -44,14 +49,62 @@ SHAPES = sorted((Path(__file__).parents[2] / "benchmarks" / "shapes").glob("*.js
 
 DRAFTS = ("none", "scripted:3", "mtp:2", "ngram:2", "draft:x:2")
 STEPS = [
-    ("slots", "columns", "mtp:2"),
+    ("slots", "columns", "mtp:2", "off"),
+    ("compact", "columns", "draft:x:2", "on"),
     *(
         pytest.param(*step, marks=pytest.mark.full)
-        for step in itertools.product(("slots", "compact"), ("columns", "replay"), DRAFTS)
-        if step != ("slots", "columns", "mtp:2")
+        for step in itertools.product(
+            ("slots", "compact"), ("columns", "replay"), DRAFTS, ("off", "on")
+        )
+        if step not in
+        (("slots", "columns", "mtp:2", "off"), ("compact", "columns", "draft:x:2", "on"))
     ),
 ]
-"""Layout, scheme and drafts of a step; the first one stands for all."""
+"""Layout, scheme, drafts and graphs of a step; the first two stand for all."""
+
+
+class NothingFromTheHost(TorchDispatchMode):
+    """Fails if an operation takes values from the host's memory: neither can a graph capture that.
+
+    Numbers are no values in memory: they travel with the launch.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
+        del types
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+                raise AssertionError(f"{func} takes {tuple(value.shape)} from the host")
+        return func(*args, **(kwargs or {}))
+
+
+class NoNewValues(TorchFunctionMode):
+    """Fails if a tensor is made of the host's values: those come to the device by a copy."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
+        del types
+        assert func not in (torch.tensor, torch.as_tensor, torch.from_numpy), f"{func} of {args}"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda: torch.tensor([1, 2], device="meta"),
+        lambda: torch.as_tensor([1, 2]).to("meta"),
+        lambda: torch.ones(2).to("meta"),
+        lambda: torch.ones(2, device="meta").copy_(torch.ones(2)),
+        lambda: torch.ones(2, device="meta").sum().item(),
+        lambda: torch.ones(2, device="meta").nonzero(),
+    ],
+)
+def test_values_of_the_host_are_noticed(fault: Callable[[], Any]) -> None:
+    with pytest.raises((AssertionError, NotImplementedError, RuntimeError)), \
+            NoNewValues(), NothingFromTheHost():
+        fault()
 
 
 @pytest.fixture
@@ -89,9 +142,9 @@ def on_meta(value: Any) -> Any:  # noqa: ANN401
     return value
 
 
-@pytest.mark.parametrize(("layout", "scheme", "drafts"), STEPS)
+@pytest.mark.parametrize(("layout", "scheme", "drafts", "graphs"), STEPS)
 def test_launches_of_a_decode_step_ask_the_device_for_nothing(
-    layout: str, scheme: str, drafts: str, launched: list[KernelSpec]
+    layout: str, scheme: str, drafts: str, graphs: str, launched: list[KernelSpec]
 ) -> None:
     sizes: dict[str, Any] = {
         "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -100,7 +153,7 @@ def test_launches_of_a_decode_step_ask_the_device_for_nothing(
     model = tiny_model(**sizes)
     engine = make_engine(
         model, draft_model=model if drafts.startswith("draft") else None, kernels="triton",
-        batch_layout=layout, state_scheme=scheme, speculative=drafts,
+        graphs=graphs, batch_layout=layout, state_scheme=scheme, speculative=drafts,
         replay_interval=4 if scheme == "replay" else None,
     )
     # So that drafts are proposed from the first step on.
@@ -122,7 +175,8 @@ def test_launches_of_a_decode_step_ask_the_device_for_nothing(
                 without["fixed"] = replace(without["fixed"], model=twin)
             if "model" in without:
                 without["model"] = twin
-            op.fn(**without)
+            with NoNewValues(), NothingFromTheHost():
+                op.fn(**without)
         launch(op, stream, **arguments)
 
     runtime.launch = launch_twice  # type: ignore[method-assign]

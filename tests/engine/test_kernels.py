@@ -136,11 +136,12 @@ def scheme_options(scheme: str, drafts: str) -> dict[str, Any]:
 
 
 @pytest.mark.thinned
+@pytest.mark.parametrize("graphs", ["off", "on"])
 @pytest.mark.parametrize("drafts", ["none", "scripted:3", "mtp:2"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_the_kernels_are_told_fits_their_specification(
-    layout: str, scheme: str, drafts: str, monkeypatch: pytest.MonkeyPatch
+    layout: str, scheme: str, drafts: str, graphs: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The references in place of the kernels: everything but the kernels' own code, and cheap."""
     seed = secrets.randbits(32)
@@ -152,21 +153,22 @@ def test_what_the_kernels_are_told_fits_their_specification(
     # Chunks, and generated tokens beside prompts; the fourth one waits for a slot.
     engine = compare(
         model_of(seed), [5, 17, 33, 9], 9, seed, batch_layout=layout, max_num_seqs=3,
-        max_num_batched_tokens=32, **options,
+        max_num_batched_tokens=32, graphs=graphs, **options,
     )
     assert engine.worker.fixed.kernels == "triton"
 
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize(
-    ("layout", "scheme", "drafts", "lengths", "num_tokens"),
+    ("layout", "scheme", "drafts", "graphs", "lengths", "num_tokens"),
     [
-        ("slots", "replay", "scripted:1", [3, 2], 3),
+        ("slots", "replay", "scripted:1", "off", [3, 2], 3),
         *(
-            pytest.param(layout, scheme, drafts, [5, 17, 33], 8, marks=pytest.mark.full)
+            pytest.param(layout, scheme, drafts, graphs, [5, 17, 33], 8, marks=pytest.mark.full)
             for layout in LAYOUTS
             for scheme in SCHEMES
             for drafts in ("none", "scripted:3", "mtp:2")
+            for graphs in ("off", "on")
         ),
     ],
 )
@@ -174,6 +176,7 @@ def test_kernels_give_what_pytorch_operations_give(
     layout: str,
     scheme: str,
     drafts: str,
+    graphs: str,
     lengths: list[int],
     num_tokens: int,
     race_detector: Detector,
@@ -189,7 +192,7 @@ def test_kernels_give_what_pytorch_operations_give(
         monkeypatch.setattr(fused, "MIN_PROGRAMS", 0)
     engine = compare(
         model_of(seed), lengths, num_tokens, seed, batch_layout=layout, rt_backend="sim",
-        **scheme_options(scheme, drafts),
+        graphs=graphs, **scheme_options(scheme, drafts),
     )
     runtime, worker = engine.parts.runtime, engine.worker
     assert runtime.finish() == ()
@@ -201,10 +204,12 @@ def test_kernels_give_what_pytorch_operations_give(
     effects |= dict.fromkeys(("states", "rings"), Effect.READ_WRITE)
     assert all(effect in launches.forward.effects[name] for name, effect in effects.items())
     pools = worker.pools
-    arguments = {
+    arguments: dict[str, Any] = {
         "k": pools.k, "v": pools.v, "states": pools.states, "rings": pools.rings,
         "inputs": list(worker._inputs_of.values()), "work": worker._work,
     }
+    if worker.graphs is not None:
+        arguments["inputs"].append(worker.graphs.inputs)
     owned = {
         "k": range(1, worker.sizes.num_kv_blocks), "v": range(1, worker.sizes.num_kv_blocks),
         "states": range(1, worker.sizes.num_state_blocks),

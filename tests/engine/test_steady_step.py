@@ -57,16 +57,17 @@ def make_engine(runtime: rt.Runtime, seed: int, **settings: Any) -> Engine:  # n
 
 
 @pytest.mark.parametrize("layout", ["slots", "compact"])
-@pytest.mark.parametrize("speculative", ["none", "ngram:2"])
+@pytest.mark.parametrize(("speculative", "graphs"), [("none", "off"), ("ngram:2", "on")])
 @pytest.mark.parametrize("backend", ["cpu", "sim"])
 def test_a_steady_step_waits_for_its_ticket_alone(
-    backend: str, speculative: str, layout: str, monkeypatch: pytest.MonkeyPatch
+    backend: str, speculative: str, graphs: str, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seed = random.randrange(1 << 16)
     print(f"seed {seed}")
     runtime = rt.Runtime.create(backend, seed=seed, policy="random")
     engine = make_engine(
-        runtime, seed, speculative=speculative, batch_layout=layout, async_scheduling=True
+        runtime, seed, speculative=speculative, batch_layout=layout, async_scheduling=True,
+        graphs=graphs,
     )
     rng = random.Random(seed)
     for index in range(3):

@@ -72,7 +72,7 @@ def workload_of(fault: EngineFault, seed: int) -> RealWorkload:
     made = generate_real(seed)
     config = replace(
         made.config, async_scheduling=True, num_kv_blocks=80, num_state_blocks=60, max_num_seqs=5,
-        max_num_batched_tokens=128, replay_interval=None, **fault.settings,
+        max_num_batched_tokens=128, replay_interval=None, **{"graphs": "off", **fault.settings},
     )
     requests = made.requests
     if fault.shares_prefix:

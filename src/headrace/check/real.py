@@ -143,6 +143,7 @@ def generate_real(seed: int) -> RealWorkload:
     rng = random.Random(seed)  # noqa: S311 - a workload, no secret
     forks = random.Random(seed + 1)  # noqa: S311
     grammars = random.Random(seed + 2)  # noqa: S311
+    captures = random.Random(seed + 3)  # noqa: S311
     drafter = rng.choice(
         ["none", "scripted:1", "scripted:3", "scripted:5", "ngram:3", "mtp:2", "draft:x:2"]
     )
@@ -168,6 +169,7 @@ def generate_real(seed: int) -> RealWorkload:
         replay_interval=rng.choice(intervals) if scheme == "replay" else None,
         speculative=drafter,
         async_scheduling=rng.random() < 0.8,  # noqa: PLR2004
+        graphs=captures.choice(("on", "off")),
         check_invariants=True,
     )
     shared = [rng.randrange(2, VOCAB) for _ in range(_MAX_LEN)]

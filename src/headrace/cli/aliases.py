@@ -44,12 +44,13 @@ SWITCHES = {
     "--disable-radix-cache": ("--prefix-cache", "none"),
     "--disable-overlap-schedule": ("--no-async-scheduling", None),
     "--enable-deterministic-inference": ("--deterministic", None),
+    "--enforce-eager": ("--graphs", "off"),
+    "--disable-cuda-graph": ("--graphs", "off"),
 }
 """Switches without a value, and the flag with value that they stand for."""
 
 WITHOUT_EFFECT = {
     "--enable-chunked-prefill": "prompts are always computed in chunks",
-    "--enforce-eager": "graphs are captured lazily, only for steps that repeat",
     "--trust-remote-code": "no code is ever loaded from a model folder",
     "--enable-auto-tool-choice": "tools are offered whenever a request names them",
 }

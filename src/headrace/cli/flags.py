@@ -24,7 +24,10 @@ SCHEDULING = Group("Scheduling and speculation", sort_key=50)
 DEBUGGING = Group("Debugging", sort_key=60)
 
 _GROUPS = {
-    MODEL: ("model", "tokenizer", "served_model_name", "device", "dtype", "state_dtype", "kernels"),
+    MODEL: (
+        "model", "tokenizer", "served_model_name", "device", "dtype", "state_dtype", "kernels",
+        "graphs",
+    ),
     CAPACITY: (
         "max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization",
         "tensor_parallel_size", "block_size", "num_kv_blocks", "num_state_blocks", "max_waiting",

@@ -28,6 +28,7 @@ from headrace.text.generation import GenerationDefaults
 from headrace.weights import Shards, StoredWeights, quantization_of, read_config
 from headrace.weights.resolve import resolve_model
 from headrace.worker.buffers import WorkerSizes
+from headrace.worker.graphs import logits_bytes
 from headrace.worker.state_scheme import Columns, Replay
 from headrace.worker.worker import Worker
 
@@ -121,6 +122,11 @@ def load_parts(
     if draft_model is not None:
         # "auto" is decided for each model.
         draft_kernels = resolve_kernels(replace(config, kernels=wanted), draft_model.config)
+    has_kernels = config.kernels == "triton" and (
+        draft_model is None or draft_kernels == "triton"
+    )
+    is_captured = resolve_graphs(config, has_kernels=has_kernels)
+    config = replace(config, graphs="on" if is_captured else "off")
     max_model_len = config.max_model_len or model_config.max_position_embeddings
     scheme = _scheme(config, speculation, max_model_len, device, model.state_groups(0))
     sizes, max_model_len = _sizes(
@@ -165,6 +171,7 @@ def assemble(
     """Allocate and connect; every value is resolved."""
     depth = 2 if config.async_scheduling else 1
     assert config.kernels != "auto", "settings must be resolved"
+    assert config.graphs != "auto", "settings must be resolved"
     try:
         worker = Worker(
             model=model,
@@ -178,6 +185,7 @@ def assemble(
             kernels=(config.kernels, draft_kernels),
             drafter=speculation.method,
             draft_model=draft_model,
+            graphs=config.graphs == "on",
         )
     except RuntimeError as error:
         # A CPU's allocator has no class of its own for this.
@@ -358,6 +366,29 @@ def resolve_kernels(config: EngineConfig, model_config: ModelConfig) -> Kernels:
         raise ConfigError(f"kernels is 'triton' but {obstacle}; {remedy}")
     _LOG.info("generated tokens are computed by PyTorch operations: %s", obstacle)
     return "torch"
+
+
+def resolve_graphs(config: EngineConfig, *, has_kernels: bool) -> bool:
+    """Decide whether steps of generating rows alone are captured.
+
+    Args:
+        config: Settings, of which all but `graphs` are resolved.
+        has_kernels: Whether kernels compute the generated tokens of all its models.
+
+    Raises:
+        ConfigError: Graphs are asked for by name and cannot be had.
+    """
+    if config.graphs not in ("auto", "on", "off"):
+        raise ConfigError(f"graphs is {config.graphs!r}; choose auto, on or off")
+    is_cuda = config.device == "cuda"
+    if config.graphs == "on" and is_cuda and not has_kernels:
+        # Not all of those operations can be captured, and their cost grows with the room of a step.
+        raise ConfigError(
+            "graphs is 'on' but PyTorch operations compute generated tokens here, and only steps "
+            "of kernels are captured on a CUDA device; use graphs auto or off, or a model that "
+            "kernels serve"
+        )
+    return config.graphs == "on" or (config.graphs == "auto" and is_cuda and has_kernels)
 
 
 def _kernel_obstacle(config: EngineConfig, model_config: ModelConfig) -> tuple[str, str] | None:
@@ -567,6 +598,9 @@ def _sizes(
     if device.type != "cpu" and isinstance(scheme, Replay):
         entry = sum(_bytes(group.ring, len(group.layers)) for group in groups)
         budget = max(0, budget - (config.max_num_seqs + 1) * scheme.ring_size * entry)
+    if device.type != "cpu" and config.graphs == "on":
+        samples = config.max_num_seqs * (1 + max_drafts)
+        budget = max(0, budget - logits_bytes(samples, model_config.vocab_size, model.dtype))
     state_budget = budget // 2
     if not any(each.num_kv_layers for each in models):
         # Blocks of token ids weigh next to nothing: what they leave is for states.

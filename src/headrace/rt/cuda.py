@@ -33,6 +33,9 @@ class CudaRuntime(Runtime):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._landings = LandingPool(self._make_landing, self.is_known)
+        # Graphs never run at the same time and leave nothing in it: they share its memory.
+        self._graph_memory: Any = None
+        self._reservations: list[torch.cuda.CUDAGraph] = []
         # torch's current stream is a fact of the thread.
         self._thread = threading.local()
 
@@ -125,9 +128,7 @@ class CudaRuntime(Runtime):
     def graph_captured(self, graph: Graph) -> None:
         """Capture the launches into a CUDA graph."""
         native = torch.cuda.CUDAGraph()
-        stream = cast("torch.cuda.Stream", self.stream("graph capture").native)
-        self.synchronize()
-        with torch.cuda.graph(native, stream=stream, capture_error_mode="thread_local"):
+        with self._capture(native, graph.stream):
             for launch in graph.launches:
                 arguments = {
                     name: tensors_of(name, value) if name in launch.op.effects else value
@@ -135,6 +136,25 @@ class CudaRuntime(Runtime):
                 }
                 launch.op.fn(**arguments)
         graph.native = native
+
+    def reserve_for_graphs(self, num_bytes: int, stream: Stream) -> None:
+        """Let a graph that is never replayed allocate the memory; see `Runtime`."""
+        native = torch.cuda.CUDAGraph()
+        with self._capture(native, stream):
+            torch.empty(num_bytes, dtype=torch.uint8, device=self.device).zero_()
+        self._reservations.append(native)
+
+    def _capture(self, native: torch.cuda.CUDAGraph, stream: Stream) -> torch.cuda.graph:
+        """Everything of this thread that is enqueued inside goes into the graph."""
+        if self._graph_memory is None:
+            self._graph_memory = torch.cuda.graph_pool_handle()
+        self.synchronize()
+        return torch.cuda.graph(
+            native,
+            pool=self._graph_memory,
+            stream=cast("torch.cuda.Stream", stream.native),
+            capture_error_mode="thread_local",
+        )
 
     def replay_graph(self, graph: Graph, stream: Stream, rows: Rows) -> None:
         """Replay the CUDA graph."""

@@ -52,6 +52,7 @@ class Graph:
         key: Given at creation, for example (batch size, query length).
         inputs: Static buffers the caller fills before a replay.
         outputs: Static buffers it reads after one.
+        stream: What it is captured on.
         launches: What was captured, in order.
         native: The backend's own graph.
     """
@@ -60,6 +61,7 @@ class Graph:
     key: Hashable
     inputs: Mapping[str, Buffer]
     outputs: Mapping[str, Buffer]
+    stream: Stream
     launches: list[CapturedLaunch] = field(default_factory=list)
     native: object | None = None
 

@@ -363,6 +363,7 @@ class Runtime(abc.ABC):
         *,
         inputs: Mapping[str, Buffer] | None = None,
         outputs: Mapping[str, Buffer] | None = None,
+        on: Stream | None = None,
     ) -> Graph:
         """The graph of that key, captured at first use.
 
@@ -372,20 +373,33 @@ class Runtime(abc.ABC):
                 them once beforehand if they allocate or compile at first use.
             inputs: Static buffers filled before each replay.
             outputs: Static buffers read after one.
+            on: What to capture on: best the stream that the launches ran on before, where
+                libraries have their workspaces already. A stream of its own by default.
         """
         graph = self._graphs.get(key)
         if graph is None:
             if self._capturing is not None:
                 raise RtError(f"graph {key!r} is captured inside another capture")
-            graph = Graph(self, key, inputs or {}, outputs or {})
+            stream = self.stream("graph capture") if on is None else on
+            graph = Graph(self, key, inputs or {}, outputs or {}, stream)
             self._capturing = graph
             try:
-                capture(self.stream("graph capture"))
+                capture(stream)
             finally:
                 self._capturing = None
             self.graph_captured(graph)
             self._graphs[key] = graph
         return graph
+
+    def reserve_for_graphs(self, num_bytes: int, stream: Stream) -> None:  # noqa: B027  optional
+        """Set memory aside that all graphs share for what they allocate, at start-up.
+
+        Without it a graph that is captured after a smaller one adds to the memory of that.
+
+        Args:
+            num_bytes: Of the largest values that a graph holds at a time.
+            stream: What graphs are captured on.
+        """
 
     def replay_graph(self, graph: Graph, stream: Stream, rows: Rows) -> None:  # noqa: ARG002
         """Run a graph's launches again. For `Graph.replay`."""

@@ -9,12 +9,12 @@ kv.k, kv.v       | [layers, B, P, G, D]  | forward, draft: owner's       | forwa
 kv.tokens        | [B, P] i64            | advance, copy: owner's        | verify, draft   | freed
 state.<g>.<name> | [layers, S, ...]      | copy, advance, forward, save  | forward         | freed
 ring.<g>.<name>  | [layers, RB, R, ...]  | forward: own slot             | forward         | overwr.
-carry.computed   | [N] i64               | verify                        | advance         | left
-carry.accepted   | [N] i64               | advance, verify, save         | advance         | left
-carry.state_col… | [N] i64               | advance, verify               | advance, save   | left
-carry.base_len   | [N] i64               | advance, verify               | advance         | left
-carry.last_token | [N] i64               | verify                        | advance         | step
-carry.drafts     | [N, s] i64            | draft                         | advance, verify | step
+carry.computed   | [N+1] i64             | verify                        | advance         | left
+carry.accepted   | [N+1] i64             | advance, verify, save         | advance         | left
+carry.state_col… | [N+1] i64             | advance, verify               | advance, save   | left
+carry.base_len   | [N+1] i64             | advance, verify               | advance         | left
+carry.last_token | [N+1] i64             | verify                        | advance         | step
+carry.drafts     | [N+1, s] i64          | draft                         | advance, verify | step
 draft.*          | as kv, state and ring | as those, by the draft model  | as those        | those
 work.*           | one step's values     | advance, forward, verify      | later launches  | step
 prompt.*         | [T, ...], [., V]      | score_prompt                  | fetch           | step
@@ -22,6 +22,9 @@ rules<i>.*       | per frame             | Stage.commit, before verify   | verif
 masks<i>.*       | per frame             | Stage.commit, before verify   | verify          | again
 frame.inputs.*   | per frame             | Stage.commit, before the step | launches        | again
 frame.outputs.*  | per frame             | verify, save, land; once each | fetch           | again
+
+Graphs have memory of their own for inputs and outputs, see graphs.py. Row N of the carry arrays is
+nobody's: rows of padding have it. They compute no token, so their counts stay 0.
 
 In the `compact` layout the counts (computed, accepted, state_column, base_len) live on the host by
 batch row, and are staged with each step; last_token and drafts are gathered by the row map.
@@ -86,6 +89,11 @@ class WorkerSizes:
     def padded_tokens(self) -> int:
         """T."""
         return _pad(self.max_tokens)
+
+
+def state_columns(sizes: WorkerSizes) -> int:
+    """Most columns that a verify row may name of a state table."""
+    return sizes.max_drafts + 4
 
 
 def _pad(count: int) -> int:
@@ -179,7 +187,7 @@ def input_fields(sizes: WorkerSizes, num_groups: int) -> dict[str, rt.Field]:
         "kv_slots": ((t,), i64),
         "next_tokens": ((t,), i64),  # the token after each known one, -1 where it is sampled
         "tables": ((n * sizes.table_width,), torch.int32),
-        "state_tables": ((max(1, num_groups) * n * (s + 4),), torch.int32),
+        "state_tables": ((max(1, num_groups) * n * state_columns(sizes),), torch.int32),
         "rows": ((n,), i64),  # carry row of each verify row
         "slots": ((n,), i64),
         "lengths": ((n,), i64),
@@ -202,7 +210,8 @@ def input_fields(sizes: WorkerSizes, num_groups: int) -> dict[str, rt.Field]:
         "draft_last": ((n,), i64),  # packed index a row's draft starts from (known rows), else -1
         "draft_tables": ((n * sizes.table_width,), torch.int32),
         "row_map": ((n,), i64),  # compact: previous row of each batch row, -1 if new
-        "counts": ((n * 4,), i64),  # compact: computed, accepted, state_column, base_len by row
+        # compact: computed, accepted, state_column, base_len by row
+        "counts": (((n + 1) * 4,), i64),
     }
     return {name: rt.Field(shape, dtype) for name, (shape, dtype) in fields.items()}
 

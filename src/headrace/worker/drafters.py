@@ -43,6 +43,11 @@ def _draft_part(shape: StepShape, *, is_fork: bool) -> slice:
     return slice(first_fork, count) if is_fork else slice(0, first_fork)
 
 
+def _real_rows(inputs: dict[str, Tensor], shape: StepShape) -> Tensor | None:
+    """Which draft rows are no padding, [rows] bool; None if all are real."""
+    return inputs["lengths"][: shape.num_verify] > 0 if shape.is_padded else None
+
+
 def _draft_table(inputs: dict[str, Tensor], shape: StepShape, part: slice) -> Tensor:
     """Their KV blocks, [rows, M] i32."""
     count = shape.num_verify + shape.num_ending
@@ -81,6 +86,7 @@ def draft_mtp(
     newest = last_token[rows]
     table = _draft_table(inputs, shape, part)
     position = work["positions"][last]
+    is_real = _real_rows(inputs, shape)
 
     def apply(token: Tensor, state: Tensor, at: Tensor) -> Tensor:
         """The head's output [rows, C] after a token, from the hidden state before it."""
@@ -88,7 +94,7 @@ def draft_mtp(
         padded = -(-count // ROW_TILE) * ROW_TILE
         wide = torch.zeros(padded, state.shape[1], dtype=state.dtype, device=state.device)
         wide[:count] = state
-        batch = _one_token_batch(token, at, table, (), fixed, fixed.kernels)
+        batch = _one_token_batch(token, at, table, (), fixed, fixed.kernels, is_real)
         return model.mtp(batch, caches, wide, batch.token_ids)[:count]
 
     # Also without drafts to propose: the head's own KV must cover every token.
@@ -131,6 +137,7 @@ def _one_token_batch(
     states: tuple[ColumnsMetadata | ReplayMetadata, ...],
     fixed: Fixed,
     kernels: Kernels,
+    is_real: Tensor | None = None,
 ) -> StepBatch:
     """A step of one token a row, for drafts after the first.
 
@@ -141,6 +148,7 @@ def _one_token_batch(
         states: Per state group.
         fixed: The worker's constants.
         kernels: What computes the rows.
+        is_real: Rows that are no padding, [rows] bool; None if all are real.
     """
     count = tokens.shape[0]
     padded = -(-count // ROW_TILE) * ROW_TILE
@@ -150,17 +158,21 @@ def _one_token_batch(
 
     block = table.gather(1, (positions // fixed.block_size)[:, None])[:, 0].to(torch.int64)
     index = torch.arange(count, device=tokens.device)
+    slots = block * fixed.block_size + positions % fixed.block_size
+    lengths, ends = torch.ones_like(index), positions + 1
+    if is_real is not None:
+        slots, lengths, ends = slots * is_real, lengths * is_real, ends * is_real
     return StepBatch(
         num_tokens=count,
         token_ids=pad(tokens),
         positions=pad(positions),
-        kv_slot_mapping=pad(block * fixed.block_size + positions % fixed.block_size),
+        kv_slot_mapping=pad(slots),
         verify=VerifyRows(
             num_rows=count,
             max_query_len=1,
             token_index=index[:, None],
-            query_lens=torch.ones_like(index),
-            seq_lens=positions + 1,
+            query_lens=lengths,
+            seq_lens=ends,
             max_seq_len=table.shape[1] * fixed.block_size,
             block_table=table,
             states=states,
@@ -220,9 +232,11 @@ def draft_model(
     token = last_token[rows]
     blocks = [_running_blocks(inputs, work, counts, shape, fixed, t)[part] for t in tables]
     if fixed.scheme == "columns":
-        accepted = counts["accepted"][rows]
+        # Padding has accepted nothing, and copies from the null block.
+        accepted = counts["accepted"][rows].clamp(min=1)
         for block, group, kinds in zip(blocks, states, fixed.draft_kinds, strict=True):
             _to_scratch(group, kinds, block, accepted, num_state_blocks)
+    is_real = _real_rows(inputs, shape)
     proposals = []
     for step in range(shape.num_drafts):
         at = computed + step
@@ -230,7 +244,7 @@ def draft_model(
             _chain_metadata(inputs, counts, shape, fixed, part, block, at, num_state_blocks)
             for block in blocks
         )
-        batch = _one_token_batch(token, at, table, metadata, fixed, fixed.draft_kernels)
+        batch = _one_token_batch(token, at, table, metadata, fixed, fixed.draft_kernels, is_real)
         hidden = model.forward(batch, caches)
         token = lowest_argmax(model.logits(hidden[:count]))
         proposals.append(token)

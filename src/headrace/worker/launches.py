@@ -92,6 +92,8 @@ class StepShape:
             whatever rows ask, so that ties do not depend on neighbours.
         num_drafts: Drafts to propose per generating row.
         draft_width: Columns of the draft rows' KV table.
+        is_padded: Some of the verify rows and their tokens may be padding, as graphs.py says; the
+            numbers above count it.
     """
 
     num_verify: int
@@ -112,6 +114,7 @@ class StepShape:
     num_logprobs: int
     num_drafts: int
     draft_width: int
+    is_padded: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -250,6 +253,10 @@ def _advance_verify(
     table = inputs["tables"][: n * shape.kv_width].view(n, shape.kv_width)
     block = table[row, positions // fixed.block_size].to(torch.int64)
     work["kv_slots"][:tokens] = block * fixed.block_size + positions % fixed.block_size
+    if shape.is_padded:
+        is_real = column >= 0
+        for name in ("token_ids", "positions", "kv_slots"):
+            work[name][:tokens].mul_(is_real)
     if not fixed.num_tables:
         return
     base = inputs["state_base"][:n]
@@ -398,7 +405,7 @@ def verify(  # noqa: PLR0915 - every carry array, written in one place
                     fixed.forced_acceptance,
                 )
         else:
-            kept = torch.ones_like(lengths)
+            kept = lengths.clamp(max=1)
         last = matrix.gather(1, (kept - 1).clamp(min=0)[:, None])[:, 0]
         computed = work["computed"][:n] + kept
         outputs["tokens"][:n, :length] = matrix

@@ -81,6 +81,9 @@ def _gumbel(bits: Tensor) -> Tensor:
 
 def lowest_argmax(values: Tensor) -> Tensor:
     """Index of the largest value per row, the lowest one on ties, [R] i64."""
+    if values.device.type == "cuda":
+        # The first of equal values there too, in one pass and without temporaries of their size.
+        return values.argmax(dim=-1)
     best = values.amax(dim=-1, keepdim=True)
     entries = torch.arange(values.shape[-1], device=values.device)
     first = torch.where(values == best, entries, values.shape[-1]).amin(dim=-1)

@@ -6,7 +6,7 @@ of a step and staged with them, so that it follows a row wherever the layout put
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from headrace import rt
+    from headrace.worker.graphs import Padding
     from headrace.worker.rows import CompactRows
     from headrace.worker.step import (
         ForkPlan,
@@ -71,6 +72,23 @@ class _Ragged:
     first: list[int]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StagedStep:
+    """What was staged.
+
+    Attributes:
+        shape: The step's shape.
+        padded: Its shape with padding, or None if it has none.
+        first: First sample position of each row; padding comes after all of them.
+        rows: Leading rows that were copied of each field.
+    """
+
+    shape: StepShape
+    padded: StepShape | None
+    first: tuple[int, ...]
+    rows: dict[str, int]
+
+
 class Stager:
     """Writes and commits the inputs of one step after another.
 
@@ -89,7 +107,7 @@ class Stager:
         self._ints = np.zeros((slots, 2), dtype=np.int64)
         self._logprobs = np.full(slots, _NO_LOGPROBS, dtype=np.int64)
         # Most steps have the row lengths of the one before.
-        self._last: tuple[np.ndarray, tuple[np.ndarray, np.ndarray, np.ndarray]] | None = None
+        self._last: tuple[np.ndarray, int, tuple[np.ndarray, np.ndarray, np.ndarray]] | None = None
 
     def admit(self, new: NewSequence) -> None:
         """Note how a sequence samples."""
@@ -121,7 +139,8 @@ class Stager:
         rows: CompactRows | None,
         *,
         scored: Collection[int],
-    ) -> tuple[StepShape, tuple[int, ...]]:
+        padding: Padding | None = None,
+    ) -> StagedStep:
         """Write and commit a step's inputs.
 
         Args:
@@ -130,9 +149,7 @@ class Stager:
             output: The step.
             rows: Batch rows of the compact layout, None for slots.
             scored: Slots whose prompt gets log-probabilities.
-
-        Returns:
-            The step's shape, and the first sample position of each row.
+            padding: What to fill it up to; only for generating rows alone.
         """
         verify = output.verify
         lengths = np.zeros(0, dtype=np.int64) if verify is None else verify.num_drafts + 1
@@ -143,15 +160,17 @@ class Stager:
             put = _Put(opened)
             if verify is not None:
                 layout.table_end = verify.kv_table.size
-                self._put_verify(put, verify, lengths, rows)
+                self._put_verify(put, verify, lengths, rows, padding)
             for row in output.known:
                 self._put_known(put, row, layout, with_next=row.slot in scored)
-            num_samples, num_ending = self._put_samples(put, output, lengths, rows, layout)
+            num_samples, num_ending = self._put_samples(
+                put, output, lengths, rows, layout, padding
+            )
             if self._drafter != "none":
-                draft_width = self._put_drafts(put, output, rows)
+                draft_width = self._put_drafts(put, output, rows, padding)
             if rows is not None:
                 for index, name in enumerate(COUNT_NAMES):
-                    put("counts", rows.counts[name], index * self._sizes.max_num_seqs)
+                    put("counts", rows.counts[name], index * (self._sizes.max_num_seqs + 1))
                 put("row_map", rows.prev_positions())
             opened.commit(stream, rows=put.rows)
         slots = layout.slots
@@ -192,38 +211,69 @@ class Stager:
             num_drafts=output.num_draft_tokens,
             draft_width=draft_width,
         )
-        return shape, tuple(layout.first)
+        padded = None if padding is None else _padded(shape, padding)
+        return StagedStep(shape=shape, padded=padded, first=tuple(layout.first), rows=put.rows)
 
     def _put_verify(
-        self, put: _Put, verify: VerifyPlan, lengths: np.ndarray, rows: CompactRows | None
+        self,
+        put: _Put,
+        verify: VerifyPlan,
+        lengths: np.ndarray,
+        rows: CompactRows | None,
+        padding: Padding | None,
     ) -> None:
-        token_row, token_column, token_index = self._ragged(lengths)
-        if rows is None:
-            put("rows", verify.slots)
-        else:
-            put("rows", rows.rows_of(verify.seq_ids))
+        token_row, token_column, token_index = self._ragged(lengths, padding)
+        carry = verify.slots if rows is None else rows.rows_of(verify.seq_ids)
+        kv_table, state_tables = verify.kv_table, verify.state_tables
+        put("rows", carry)
         put("slots", verify.slots)
         put("lengths", lengths)
         put("state_base", verify.state_base)
+        if padding is not None:
+            n = len(lengths)
+            missing = padding.num_rows - n
+            for name, value in (
+                ("rows", padding.null_row), ("slots", -1), ("lengths", 0), ("state_base", 0)
+            ):  # fmt: skip
+                put(name, np.full(missing, value, dtype=np.int64), n)
+            kv_table = _widened(kv_table, padding.num_rows, padding.kv_width)
+            state_tables = tuple(
+                _widened(table, padding.num_rows, padding.state_width) for table in state_tables
+            )
         put("token_row", token_row)
         put("token_column", token_column)
         put("token_index", token_index)
-        put("tables", verify.kv_table.reshape(-1))
-        for group, table in enumerate(verify.state_tables):
+        put("tables", kv_table.reshape(-1))
+        for group, table in enumerate(state_tables):
             put("state_tables", table.reshape(-1), group * table.size)
 
-    def _ragged(self, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Row and place of each packed token, and the packed place of each (row, place)."""
-        if self._last is not None and np.array_equal(self._last[0], lengths):
-            return self._last[1]
+    def _ragged(
+        self, lengths: np.ndarray, padding: Padding | None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Row and place of each packed token, and the packed place of each (row, place).
+
+        Tokens of padding have place -1, and places of rows of padding the last such token, which is
+        no row's: there is one, since such a row stands for as many tokens as the longest one has.
+        """
+        num_rows = 0 if padding is None else padding.num_rows
+        last = self._last
+        if last is not None and last[1] == num_rows and np.array_equal(last[0], lengths):
+            return last[2]
         n, query = len(lengths), int(lengths.max())
         ends = np.cumsum(lengths)
         starts = ends - lengths
         column = np.arange(query)
         index = np.where(column < lengths[:, None], starts[:, None] + column, 0)
+        row = np.repeat(np.arange(n), lengths)
         places = np.arange(int(ends[-1])) - np.repeat(starts, lengths)
-        made = (np.repeat(np.arange(n), lengths), places, index.reshape(-1))
-        self._last = (lengths, made)
+        if num_rows:
+            total = num_rows * query
+            missing = total - len(row)
+            row = np.concatenate((row, np.zeros(missing, dtype=np.int64)))
+            places = np.concatenate((places, np.full(missing, -1)))
+            index = np.concatenate((index, np.full((num_rows - n, query), total - 1)))
+        made = (row, places, index.reshape(-1))
+        self._last = (lengths, num_rows, made)
         return made
 
     def _put_known(self, put: _Put, row: KnownPlan, layout: _Ragged, *, with_next: bool) -> None:
@@ -248,6 +298,7 @@ class Stager:
         lengths: np.ndarray,
         rows: CompactRows | None,
         layout: _Ragged,
+        padding: Padding | None,
     ) -> tuple[int, int]:
         """Sample positions, and the carry rows of known rows that end, then of their forks.
 
@@ -260,8 +311,9 @@ class Stager:
             # Every token of a verify row is a sample position: no list has to be made of them.
             layout.slots = output.verify.slots
             layout.first.extend((np.cumsum(lengths) - lengths).tolist())
-            put("sample_index", np.arange(offset))
-            put("sample_row", self._ragged(lengths)[0])
+            sample_row = self._ragged(lengths, padding)[0]
+            put("sample_index", np.arange(len(sample_row)))
+            put("sample_row", sample_row)
         index: list[int] = []
         slots: list[int] = []
         ending: list[tuple[int, ...]] = []
@@ -304,7 +356,13 @@ class Stager:
         put("row_int", self._ints[layout.slots].reshape(-1))
         return num_verify_tokens + len(index), len(ending)
 
-    def _put_drafts(self, put: _Put, output: SchedulerOutput, rows: CompactRows | None) -> int:
+    def _put_drafts(
+        self,
+        put: _Put,
+        output: SchedulerOutput,
+        rows: CompactRows | None,
+        padding: Padding | None,
+    ) -> int:
         """Rows that get drafts: every verify row, every known row that ends, then every fork."""
         plan = output.verify
         known: list[KnownPlan | ForkPlan] = [row for row in output.known if row.ends_known]
@@ -323,8 +381,36 @@ class Stager:
         for line, row, used in zip(wide[count:], known, widths, strict=True):
             line[:used] = row.kv_table
         put("draft_rows", [_carry_row(row.seq_id, row.slot, rows) for row in known], count)
+        if padding is not None:
+            put("draft_rows", np.full(padding.num_rows - count, padding.null_row), count)
+            wide = _widened(wide, padding.num_rows, padding.kv_width)
         put("draft_tables", wide.reshape(-1))
         return width
+
+
+def _padded(shape: StepShape, padding: Padding) -> StepShape:
+    """Give the shape of a step of generating rows alone as it is launched with padding."""
+    tokens = padding.num_rows * shape.max_query_len
+    return replace(
+        shape,
+        num_verify=padding.num_rows,
+        num_verify_tokens=tokens,
+        num_tokens=tokens,
+        num_padded=-(-tokens // ROW_TILE) * ROW_TILE,
+        kv_width=padding.kv_width,
+        state_width=padding.state_width,
+        max_seq_len=padding.max_seq_len,
+        num_samples=tokens,
+        draft_width=padding.kv_width if shape.draft_width else 0,
+        is_padded=True,
+    )
+
+
+def _widened(table: np.ndarray, num_rows: int, width: int) -> np.ndarray:
+    """Fill a table up with null blocks, [num_rows, width]."""
+    wide = np.zeros((num_rows, width), dtype=table.dtype)
+    wide[: table.shape[0], : table.shape[1]] = table
+    return wide
 
 
 def _carry_row(seq_id: int, slot: int, rows: CompactRows | None) -> int:

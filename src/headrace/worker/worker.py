@@ -23,10 +23,11 @@ from headrace.worker.buffers import (
     make_pools,
     output_fields,
 )
+from headrace.worker.graphs import StepGraphs
 from headrace.worker.launches import Fixed, Kinds, StepShape
 from headrace.worker.logit_rules import LogitRules, RuledRow, RulesShape, RulesStage
 from headrace.worker.rows import COUNT_NAMES, CompactRows, ProducerMap
-from headrace.worker.staging import Stager
+from headrace.worker.staging import StagedStep, Stager
 from headrace.worker.state_scheme import Columns, Replay
 from headrace.worker.step import PromptLogprobs, SampledTokens
 from headrace.worker.token_masks import MasksShape, MasksStage
@@ -82,6 +83,29 @@ class _PromptPart:
             ids=scores["ids"],
             logits=None if self.logits is None else self.logits.result()["logits"],
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Place:
+    """Where the launches of one step read and write.
+
+    Attributes:
+        shape: The step as it is launched.
+        inputs, outputs: The frame's, or static ones.
+        counts, last_token, drafts: The carry arrays.
+    """
+
+    shape: StepShape
+    inputs: dict[str, rt.Buffer]
+    outputs: dict[str, rt.Buffer]
+    counts: dict[str, Any]
+    last_token: Any  # a Buffer or a View
+    drafts: Any
+
+    @property
+    def carry(self) -> dict[str, Any]:
+        """All carry arrays, by name."""
+        return {**self.counts, "last_token": self.last_token, "drafts": self.drafts}
 
 
 class StepHandle:
@@ -171,6 +195,7 @@ class Worker:
         grid: Tokens between scan points.
         kernels: What computes the generating rows, of the model and of the draft model.
         draft_model: The second model of the drafter "draft".
+        graphs: Whether steps of generating rows alone are captured.
         drafter: none, mtp, ngram, draft, or scripted (tests, through `scripts`).
     """
 
@@ -188,6 +213,7 @@ class Worker:
         kernels: tuple[Kernels, Kernels] = ("torch", "torch"),
         drafter: str = "none",
         draft_model: Any = None,  # noqa: ANN401
+        graphs: bool = False,
     ) -> None:
         self.runtime = runtime
         self.sizes = sizes
@@ -259,13 +285,19 @@ class Worker:
         self._scored: dict[int, NewSequence] = {}  # by slot, where prompt_logprobs are wanted
         self._scores: dict[str, rt.Buffer] = {}
         self._prompt_logits: rt.Buffer | None = None
-        self._compact = CompactRows(slots, scheme.unit, interval)
+        # With the row that is nobody's.
+        self._compact = CompactRows(slots + 1, scheme.unit, interval)
         self._unapplied: StepHandle | None = None
+        self.graphs = None
+        if graphs:
+            self.graphs = StepGraphs(
+                runtime, sizes, self._compute, num_tables=len(groups), dtype=model.dtype
+            )
         self.num_forward_tokens = 0
         self.num_steps = 0
 
     def _make_carry(self) -> None:
-        n, s = self.sizes.max_num_seqs, max(1, self.sizes.max_drafts)
+        n, s = self.sizes.max_num_seqs + 1, max(1, self.sizes.max_drafts)
         alloc, i64 = self.runtime.alloc, torch.int64
         kinds = {"computed": "lengths", "accepted": "accepted_counts"}
         self._counts = rt.Bundle({
@@ -287,7 +319,7 @@ class Worker:
         if self.drafter == "scripted":
             width = self.sizes.max_model_len + s + 2
             self._script = tuple(
-                alloc(f"carry.{name}", (n, width), i64, kind="script", fill=-1)
+                alloc(f"carry.{name}", (n - 1, width), i64, kind="script", fill=-1)
                 for name in ("script", "keep")
             )
         self.scripts: dict[int, tuple[np.ndarray, np.ndarray]] = {}
@@ -329,75 +361,28 @@ class Worker:
             self._admit(new)
         frame = self._frames.next()
         rows = self._carry_rows(output)
-        shape, first = self._stager.stage(
-            frame, self._compute, output, rows, scored=self._scored.keys()
+        padding = None if self.graphs is None else self.graphs.padding(output)
+        staged = self._stager.stage(
+            frame, self._compute, output, rows, scored=self._scored.keys(), padding=padding
         )
-        counts, last_token, drafts = self._carry(frame, output, rows)
-        states, rings = self.pools.states, self.pools.rings
-        kv: tuple[rt.Buffer, ...] = (self.pools.k, self.pools.v)
-        all_states, all_rings = states, rings
-        if self.draft_pools is not None:
-            kv = (*kv, self.draft_pools.k, self.draft_pools.v)
-            all_states = states + self.draft_pools.states
-            all_rings = rings + self.draft_pools.rings
-        inputs, outputs, work = self._inputs(frame), frame.outputs, self._work
-        launch, compute = self.runtime.launch, self._compute
-        if output.copies:
-            launch(
-                launches.copy_blocks, compute, kv=kv, tokens=self._tokens, states=all_states,
-                rings=all_rings, table_of=self.fixed.table_of,
-                # Compact rows have inherited theirs already, by row.
-                carry=(
-                    {**counts, "last_token": last_token, "drafts": drafts} if rows is None else {}
-                ),
-                kv_pairs=output.copies.kv, state_pairs=output.copies.states,
-                slot_pairs=output.copies.slots,
-            )
-        launch(
-            launches.advance, compute, inputs=inputs, counts=counts, last_token=last_token,
-            drafts=drafts, states=all_states, tokens=self._tokens, work=work, shape=shape,
-            fixed=self.fixed,
-        )
-        self._forward(frame, shape)
-        rules, rules_shape = self._stage_rules(output, shape, first)
-        masks, masks_shape = self._stage_masks(output, first)
-        launch(
-            launches.verify, compute, inputs=inputs, work=work, logits=self._logits,
-            counts=counts, last_token=last_token, drafts=drafts, tokens=self._tokens, rules=rules,
-            masks=masks, outputs=outputs, shape=shape, rules_shape=rules_shape,
-            masks_shape=masks_shape, fixed=self.fixed,
-        )
-        needs_save = shape.num_verify and shape.may_cross and self.fixed.kinds
-        if needs_save and self.fixed.scheme == "columns":
-            launch(
-                launches.save, compute, inputs=inputs, work=work, counts=counts, states=all_states,
-                outputs=outputs, shape=shape, fixed=self.fixed,
-            )
-        logits = None
-        if shape.num_logprobs >= 0 and self._stager.wants_all(output):
-            logits = self.runtime.fetch(
-                {"logits": self._logits[: shape.num_samples]}, on=compute, rows=output.step_id
-            )
-        prompts = self._score_prompts(frame, output, shape) if self._scored else ()
-        self._draft(frame, shape, counts, last_token, drafts, is_fork=False)
-        if shape.num_forked:
-            # After the drafter too: its caches lie in the same blocks.
-            launch(
-                launches.copy_blocks, compute, kv=kv, tokens=self._tokens, states=all_states,
-                rings=(), table_of=self.fixed.table_of, carry={}, slot_pairs=(),
-                **_fork_copies(output, self.fixed.num_tables),
-            )
-            self._draft(frame, shape, counts, last_token, drafts, is_fork=True)
-        if output.lands_drafts:
-            launch(
-                launches.land_drafts, compute, inputs=inputs, drafts=drafts, outputs=outputs,
-                shape=shape,
-            )
-        done = compute.record()
+        shape, first, stream = staged.shape, staged.first, self._compute
+        logits: rt.Ticket | None
+        prompts: tuple[_PromptPart, ...] = ()
+        if staged.padded is not None:
+            logits = self._repeatable_step(frame, output, rows, staged, staged.padded)
+        else:
+            place = self._place(shape, frame, rows)
+            if output.copies:
+                self._copy(place, stream, output, rows)
+            self._compute_logits(place, stream)
+            logits = self._choose(place, stream, output, first, shape.num_samples)
+            prompts = self._score_prompts(frame, output, shape) if self._scored else ()
+            self._propose(place, stream, output)
+        done = stream.record()
         produced = ProducerMap.of(output)
         ticket = self.runtime.fetch(
-            _wanted(outputs, shape, has_drafts=output.lands_drafts), on=self._fetch, after=done,
-            rows=produced,
+            _wanted(frame.outputs, shape, has_drafts=output.lands_drafts), on=self._fetch,
+            after=done, rows=produced,
         )
         handle = StepHandle(
             output.step_id, produced, ticket, first=first, logits=logits, prompts=prompts,
@@ -409,54 +394,204 @@ class Worker:
         self.num_steps += 1
         return handle
 
-    def _forward(self, frame: rt.Frame, shape: StepShape) -> None:
-        # A step may have copies alone: its only row was a fork, which has left.
-        if shape.num_tokens:
-            self.runtime.launch(
-                launches.forward, self._compute, inputs=self._inputs(frame), work=self._work,
-                k=self.pools.k, v=self.pools.v, states=self.pools.states, rings=self.pools.rings,
-                hidden=self._hidden, logits=self._logits, shape=shape, fixed=self.fixed,
-            )
-
-    def _draft(
+    def _repeatable_step(
         self,
         frame: rt.Frame,
+        output: SchedulerOutput,
+        rows: CompactRows | None,
+        staged: StagedStep,
         shape: StepShape,
-        counts: dict[str, Any],
-        last_token: Any,  # noqa: ANN401 - a Buffer or a View
-        drafts: Any,  # noqa: ANN401
-        *,
-        is_fork: bool,
+    ) -> rt.Ticket | None:
+        """Enqueue a step of generating rows alone, captured if it is not its first of the kind.
+
+        Args:
+            frame: The step's.
+            output: The plan.
+            rows: Batch rows of the compact layout.
+            staged: What was staged.
+            shape: Its shape, padding included.
+
+        Returns:
+            All logits, if a request asked for them.
+        """
+        graphs = self.graphs
+        assert graphs is not None
+        place = self._place(shape, frame, rows, graphs)
+        graphs.load(frame, staged.rows)
+        key = (
+            shape.num_verify, shape.max_query_len, shape.kv_width, self._needs_save(shape),
+            shape.num_drafts, output.lands_drafts, self._turn, self.fixed,
+        )
+        logits = None
+        if shape.is_all_greedy and shape.num_logprobs < 0 and not self._is_special(output):
+            def enqueue(stream: rt.Stream) -> None:
+                self._compute_logits(place, stream)
+                self._verify(place, stream)
+                self._propose(place, stream, output)
+
+            graphs.run(("step", *key), enqueue)
+        else:
+            graphs.run(("logits", *key), lambda stream: self._compute_logits(place, stream))
+            logits = self._choose(
+                place, self._compute, output, staged.first, staged.shape.num_samples
+            )
+            if self._needs_save(shape) or self.drafter != "none" or output.lands_drafts:
+                graphs.run(
+                    ("drafts", *key), lambda stream: self._propose(place, stream, output)
+                )
+        # As much as the host reads: padding stays behind.
+        graphs.store(_wanted(frame.outputs, staged.shape, has_drafts=output.lands_drafts))
+        return logits
+
+    def _is_special(self, output: SchedulerOutput) -> bool:
+        """Whether grammars or rules have a say in a step of generating rows alone."""
+        if output.masks is not None:
+            return True
+        verify = output.verify
+        return verify is not None and any(slot in self._rules for slot in verify.slots.tolist())
+
+    def _needs_save(self, shape: StepShape) -> bool:
+        """Whether states may have to move to the columns that they complete."""
+        has_columns = self.fixed.scheme == "columns" and bool(self.fixed.kinds)
+        return has_columns and shape.may_cross and shape.num_verify > 0
+
+    def _all_states(self) -> tuple[tuple[dict[str, rt.Buffer], ...], ...]:
+        """States and rings of the model, then of the draft model."""
+        pools = [self.pools] if self.draft_pools is None else [self.pools, self.draft_pools]
+        states = tuple(group for each in pools for group in each.states)
+        return states, tuple(group for each in pools for group in each.rings)
+
+    def _copy(
+        self, place: _Place, stream: rt.Stream, output: SchedulerOutput, rows: CompactRows | None
     ) -> None:
+        """Copy blocks and carry values for forks of generating sequences."""
+        states, rings = self._all_states()
+        self.runtime.launch(
+            launches.copy_blocks, stream, kv=self._all_kv(), tokens=self._tokens, states=states,
+            rings=rings, table_of=self.fixed.table_of,
+            # Compact rows have inherited theirs already, by row.
+            carry=place.carry if rows is None else {},
+            kv_pairs=output.copies.kv, state_pairs=output.copies.states,
+            slot_pairs=output.copies.slots,
+        )
+
+    def _all_kv(self) -> tuple[rt.Buffer, ...]:
+        """Keys and values of the model, then of the draft model."""
+        pools = [self.pools] if self.draft_pools is None else [self.pools, self.draft_pools]
+        return tuple(buffer for each in pools for buffer in (each.k, each.v))
+
+    def _compute_logits(self, place: _Place, stream: rt.Stream) -> None:
+        """Launch everything up to the logits."""
+        states, _ = self._all_states()
+        self.runtime.launch(
+            launches.advance, stream, inputs=place.inputs, counts=place.counts,
+            last_token=place.last_token, drafts=place.drafts, states=states, tokens=self._tokens,
+            work=self._work, shape=place.shape, fixed=self.fixed,
+        )
+        # A step may have copies alone: its only row was a fork, which has left.
+        if place.shape.num_tokens:
+            self.runtime.launch(
+                launches.forward, stream, inputs=place.inputs, work=self._work, k=self.pools.k,
+                v=self.pools.v, states=self.pools.states, rings=self.pools.rings,
+                hidden=self._hidden, logits=self._logits, shape=place.shape, fixed=self.fixed,
+            )
+
+    def _choose(
+        self,
+        place: _Place,
+        stream: rt.Stream,
+        output: SchedulerOutput,
+        first: tuple[int, ...],
+        num_samples: int,
+    ) -> rt.Ticket | None:
+        """Launch the choice of tokens with the rules and masks of this step.
+
+        Returns:
+            All logits of its `num_samples` positions, if a request asked for them.
+        """
+        rules, rules_shape = self._stage_rules(output, place.shape, first)
+        masks, masks_shape = self._stage_masks(output, first)
+        self._verify(
+            place, stream, rules=rules, rules_shape=rules_shape, masks=masks,
+            masks_shape=masks_shape,
+        )
+        if place.shape.num_logprobs < 0 or not self._stager.wants_all(output):
+            return None
+        return self.runtime.fetch(
+            {"logits": self._logits[:num_samples]}, on=stream, rows=output.step_id
+        )
+
+    def _verify(
+        self,
+        place: _Place,
+        stream: rt.Stream,
+        *,
+        rules: dict[str, rt.Buffer] | None = None,
+        rules_shape: RulesShape | None = None,
+        masks: dict[str, rt.Buffer] | None = None,
+        masks_shape: MasksShape | None = None,
+    ) -> None:
+        self.runtime.launch(
+            launches.verify, stream, inputs=place.inputs, work=self._work, logits=self._logits,
+            counts=place.counts, last_token=place.last_token, drafts=place.drafts,
+            tokens=self._tokens, rules=rules, masks=masks, outputs=place.outputs,
+            shape=place.shape, rules_shape=rules_shape, masks_shape=masks_shape, fixed=self.fixed,
+        )
+
+    def _propose(self, place: _Place, stream: rt.Stream, output: SchedulerOutput) -> None:
+        """Launch what comes after the choice: saves, drafts, and forks of prompts that end."""
+        launch, shape = self.runtime.launch, place.shape
+        states, _ = self._all_states()
+        if self._needs_save(shape):
+            launch(
+                launches.save, stream, inputs=place.inputs, work=self._work, counts=place.counts,
+                states=states, outputs=place.outputs, shape=shape, fixed=self.fixed,
+            )
+        self._draft(place, stream, is_fork=False)
+        if shape.num_forked:
+            # After the drafter too: its caches lie in the same blocks.
+            launch(
+                launches.copy_blocks, stream, kv=self._all_kv(), tokens=self._tokens,
+                states=states, rings=(), table_of=self.fixed.table_of, carry={}, slot_pairs=(),
+                **_fork_copies(output, self.fixed.num_tables),
+            )
+            self._draft(place, stream, is_fork=True)
+        if output.lands_drafts:
+            launch(
+                launches.land_drafts, stream, inputs=place.inputs, drafts=place.drafts,
+                outputs=place.outputs, shape=shape,
+            )
+
+    def _draft(self, place: _Place, stream: rt.Stream, *, is_fork: bool) -> None:
+        shape, inputs, launch = place.shape, place.inputs, self.runtime.launch
         if not shape.num_tokens:
             return
-        inputs, launch, compute = self._inputs(frame), self.runtime.launch, self._compute
         if self.drafter == "mtp":
             launch(
-                drafters.draft_mtp, compute, inputs=inputs, work=self._work, hidden=self._hidden,
-                last_token=last_token, k=self.pools.k, v=self.pools.v, drafts=drafts,
+                drafters.draft_mtp, stream, inputs=inputs, work=self._work, hidden=self._hidden,
+                last_token=place.last_token, k=self.pools.k, v=self.pools.v, drafts=place.drafts,
                 shape=shape, fixed=self.fixed, is_fork=is_fork,
             )
         elif self.drafter == "ngram":
             launch(
-                drafters.draft_ngram, compute, inputs=inputs, tokens=self._tokens, counts=counts,
-                last_token=last_token, drafts=drafts, shape=shape, fixed=self.fixed,
-                is_fork=is_fork,
+                drafters.draft_ngram, stream, inputs=inputs, tokens=self._tokens,
+                counts=place.counts, last_token=place.last_token, drafts=place.drafts,
+                shape=shape, fixed=self.fixed, is_fork=is_fork,
             )
         elif self.drafter == "draft":
             assert self.draft_pools is not None
             launch(
-                drafters.draft_model, compute, inputs=inputs, work=self._work, counts=counts,
-                last_token=last_token, k=self.draft_pools.k, v=self.draft_pools.v,
-                states=self.draft_pools.states, rings=self.draft_pools.rings, drafts=drafts,
-                shape=shape, fixed=self.fixed, model=self._draft_model,
+                drafters.draft_model, stream, inputs=inputs, work=self._work,
+                counts=place.counts, last_token=place.last_token, k=self.draft_pools.k,
+                v=self.draft_pools.v, states=self.draft_pools.states, rings=self.draft_pools.rings,
+                drafts=place.drafts, shape=shape, fixed=self.fixed, model=self._draft_model,
                 tables=self._draft_tables, num_state_blocks=self.sizes.num_state_blocks,
                 is_fork=is_fork,
             )
         elif self.drafter == "scripted":
             launch(
-                drafters.draft_scripted, compute, inputs=inputs, counts=counts,
-                script=self._script[0], keep=self._script[1], drafts=drafts, shape=shape,
+                drafters.draft_scripted, stream, inputs=inputs, counts=place.counts,
+                script=self._script[0], keep=self._script[1], drafts=place.drafts, shape=shape,
                 vocab_size=self.sizes.vocab_size, is_fork=is_fork,
             )
 
@@ -604,27 +739,45 @@ class Worker:
         else:
             self._compact.apply(previous.produced, None, None)
 
-    def _carry(
-        self, frame: rt.Frame, output: SchedulerOutput, rows: CompactRows | None
-    ) -> tuple[dict[str, Any], Any, Any]:
-        """The carry arrays of this step: counts, last tokens, drafts."""
-        if rows is None:
-            return self._counts, self._last_token[0], self._drafts[0]
-        count = self.sizes.max_num_seqs
-        counts = {
-            name: frame.inputs["counts"][index * count : (index + 1) * count]
-            for index, name in enumerate(COUNT_NAMES)
-        }
-        old, new = self._turn, 1 - self._turn
-        self._turn = new
-        del output
-        self.runtime.launch(
-            launches.gather_carry, self._compute, row_map=frame.inputs["row_map"],
-            source_token=self._last_token[old], source_drafts=self._drafts[old],
-            last_token=self._last_token[new], drafts=self._drafts[new],
-            num_rows=len(rows.seq_ids),
+    def _place(
+        self,
+        shape: StepShape,
+        frame: rt.Frame,
+        rows: CompactRows | None,
+        graphs: StepGraphs | None = None,
+    ) -> _Place:
+        """Where a step reads and writes; the compact layout brings tokens and drafts to its rows.
+
+        Args:
+            shape: The step as it is launched.
+            frame: Where it was staged.
+            rows: Batch rows of the compact layout, None for slots.
+            graphs: Whose static memory it uses instead of the frame's.
+        """
+        counts: dict[str, Any] = self._counts
+        if rows is not None:
+            staged = frame.inputs["counts"] if graphs is None else graphs.counts
+            count = self.sizes.max_num_seqs + 1
+            counts = {
+                name: staged[index * count : (index + 1) * count]
+                for index, name in enumerate(COUNT_NAMES)
+            }
+            old, new = self._turn, 1 - self._turn
+            self._turn = new
+            self.runtime.launch(
+                launches.gather_carry, self._compute, row_map=frame.inputs["row_map"],
+                source_token=self._last_token[old], source_drafts=self._drafts[old],
+                last_token=self._last_token[new], drafts=self._drafts[new],
+                num_rows=len(rows.seq_ids),
+            )
+        return _Place(
+            shape=shape,
+            inputs=self._inputs(frame) if graphs is None else graphs.inputs,
+            outputs=frame.outputs if graphs is None else graphs.outputs,
+            counts=counts,
+            last_token=self._last_token[self._turn],
+            drafts=self._drafts[self._turn],
         )
-        return counts, self._last_token[new], self._drafts[new]
 
 
 def _wanted(

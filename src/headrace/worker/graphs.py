@@ -1,0 +1,210 @@
+"""Steps that repeat, captured: the launches of generating rows alone, for padded sizes.
+
+A captured step always reads and writes the same memory and always has the same shape. So its inputs
+are copied from the step's frame to static ones before it, its outputs from static ones to the frame
+after it, and its rows are filled up to a size of `row_sizes`. Rows of padding have no tokens, null
+blocks, no slot and the carry row behind all slots, which is nobody's; tokens of padding have
+column -1, the null slot and token 0. What they write is that carry row and bytes that stand there
+already.
+
+buffer        | shape, dtype   | written by                      | read by            | until
+--------------|----------------|---------------------------------|--------------------|----------
+graph.in.*    | as frame.in.*  | copy_fields, before the step    | the step's launches| next step
+graph.out.*   | as frame.out.* | verify, save, land_drafts       | copy_fields, after | next step
+
+A size is launched one by one at first, which compiles its kernels and makes whatever is made once;
+at its second use it is captured, on the stream that it was launched on, and replayed from then on.
+Where tokens are chosen in a special way (sampled, with rules, masks or log-probabilities), `verify`
+is launched between two captured parts. Steps with prompts are not captured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from headrace import rt
+from headrace.errors import ConfigError
+from headrace.worker.buffers import input_fields, output_fields, state_columns
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Mapping
+
+    from torch import Tensor
+
+    from headrace.worker.buffers import WorkerSizes
+    from headrace.worker.step import SchedulerOutput
+
+    Key = tuple[str, int, *tuple[Hashable, ...]]
+
+FIRST_LENGTH = 512
+"""Tokens that the shortest captured step has room for in each sequence: one split of its attention.
+
+Longer ones double, so that a growing sequence meets few sizes.
+"""
+
+_FINE, _MIDDLE = 32, 128
+
+
+@rt.op(role="graph input", source=rt.Read, target=rt.Write)
+def copy_fields(*, source: tuple[Tensor, ...], target: tuple[Tensor, ...]) -> None:
+    """Copy each source to its target, between a frame and static memory."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in target):
+        of_dtype = [at for at, tensor in enumerate(target) if tensor.dtype is dtype]
+        # One launch for all fields of a dtype.
+        torch._foreach_copy_([target[at] for at in of_dtype], [source[at] for at in of_dtype])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Padding:
+    """What a step of generating rows alone is filled up to.
+
+    Attributes:
+        num_rows: Rows.
+        kv_width: Columns of the KV tables.
+        state_width: Columns of the state tables.
+        max_seq_len: Tokens of the longest sequence that its KV tables have room for.
+        null_row: Carry row of those that are nobody's.
+    """
+
+    num_rows: int
+    kv_width: int
+    state_width: int
+    max_seq_len: int
+    null_row: int
+
+
+def row_sizes(most: int) -> tuple[int, ...]:
+    """Numbers of rows that steps are filled up to, ascending; the last one is `most`."""
+    sizes = [1, 2, 4, *range(8, min(most, _FINE), 8)]
+    sizes += [*range(_FINE, min(most, _MIDDLE), 16), *range(_MIDDLE, most, 32)]
+    return (*(size for size in sizes if size < most), most)
+
+
+def logits_bytes(num_samples: int, vocab_size: int, dtype: torch.dtype) -> int:
+    """Bytes of the largest temporaries of a captured step: logits as computed, and in float32."""
+    return num_samples * vocab_size * (dtype.itemsize + torch.float32.itemsize)
+
+
+class StepGraphs:
+    """The captured steps of one worker.
+
+    Args:
+        runtime: The way to the device.
+        sizes: The worker's.
+        stream: What steps are launched on.
+        num_tables: State tables.
+        dtype: Of the model.
+
+    Attributes:
+        inputs, outputs: Static memory, by field.
+        counts: Static counts of the compact layout, which launches are handed as carry.
+        num_replays: Steps, or parts of one, that were replayed.
+    """
+
+    def __init__(
+        self,
+        runtime: rt.Runtime,
+        sizes: WorkerSizes,
+        stream: rt.Stream,
+        *,
+        num_tables: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self._runtime = runtime
+        self._sizes = sizes
+        self._stream = stream
+        self._row_sizes = row_sizes(sizes.max_num_seqs)
+        self._launched: set[Key] = set()
+        self._graphs: dict[Key, rt.Graph] = {}
+        self.num_replays = 0
+        fields = input_fields(sizes, num_tables)
+        # Read by a launch that is not captured.
+        del fields["row_map"]
+        self._fields = self._static("in", fields, "input")
+        self.counts = self._fields["counts"]
+        self.inputs = rt.Bundle({n: b for n, b in self._fields.items() if n != "counts"})
+        self.outputs = self._static("out", output_fields(sizes), "output")
+        # Sizes come in any order, and a small one's memory is of no use to a larger one. All of
+        # them find their largest temporaries in what is set aside here.
+        largest = logits_bytes(sizes.max_samples, sizes.vocab_size, dtype)
+        runtime.reserve_for_graphs(largest, stream)
+
+    def _static(self, part: str, fields: Mapping[str, rt.Field], kind: str) -> rt.Bundle:
+        return rt.Bundle({
+            name: self._runtime.alloc(
+                f"graph.{part}.{name}", field.shape, field.dtype, kind=field.kind or kind, fill=0
+            )
+            for name, field in fields.items()
+        })
+
+    def padding(self, output: SchedulerOutput) -> Padding | None:
+        """What a step is filled up to, or None if it is not one of generating rows alone."""
+        verify = output.verify
+        if verify is None or output.known or output.copies:
+            return None
+        sizes = self._sizes
+        count = len(verify.seq_ids)
+        length, wanted = FIRST_LENGTH, verify.max_seq_len + sizes.max_drafts
+        while length < wanted:
+            length *= 2
+        kv_width = min(-(-length // sizes.block_size), sizes.table_width)
+        return Padding(
+            num_rows=next(size for size in self._row_sizes if size >= count),
+            kv_width=kv_width,
+            max_seq_len=kv_width * sizes.block_size,
+            state_width=state_columns(sizes),
+            null_row=sizes.max_num_seqs,
+        )
+
+    def load(self, frame: rt.Frame, rows: Mapping[str, int]) -> None:
+        """Copy what was staged of a frame to the static inputs."""
+        fields = [(name, count) for name, count in rows.items() if name in self._fields]
+        self._runtime.launch(
+            copy_fields, self._stream,
+            source=tuple(frame.inputs[name][:count] for name, count in fields),
+            target=tuple(self._fields[name][:count] for name, count in fields),
+        )  # fmt: skip
+
+    def store(self, wanted: Mapping[str, rt.View]) -> None:
+        """Copy what the host reads of a step from the static outputs to its frame.
+
+        Args:
+            wanted: Views of the frame's outputs, by field.
+        """
+        self._runtime.launch(
+            copy_fields, self._stream,
+            source=tuple(self.outputs[name][: len(view)] for name, view in wanted.items()),
+            target=tuple(wanted.values()),
+        )  # fmt: skip
+
+    def _captured(self, key: Key, enqueue: Callable[[rt.Stream], None]) -> rt.Graph:
+        try:
+            return self._runtime.graph(
+                ("step", key), enqueue, inputs=self.inputs, outputs=self.outputs, on=self._stream
+            )
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"no memory is left to capture a step of {key[1]} rows; lower "
+                "gpu_memory_utilization or max_num_seqs, or use graphs off"
+            ) from error
+
+    def run(self, key: Key, enqueue: Callable[[rt.Stream], None]) -> None:
+        """Launch a part of a step, or replay it.
+
+        Args:
+            key: Everything that its launches depend on but the values in memory: the part, the
+                rows, and the rest.
+            enqueue: Makes the launches, at least one, on the stream that it is given.
+        """
+        graph = self._graphs.get(key)
+        if graph is None:
+            if key not in self._launched:
+                self._launched.add(key)
+                enqueue(self._stream)
+                return
+            graph = self._graphs[key] = self._captured(key, enqueue)
+        self.num_replays += 1
+        graph.replay(self._stream)
