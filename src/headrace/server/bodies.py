@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import math
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
@@ -14,6 +15,7 @@ from pydantic import ValidationError
 from headrace.errors import RequestError
 from headrace.server.errors import BodyTooLargeError, BodyTooSlowError
 from headrace.server.protocol import KNOWN_WITHOUT_EFFECT, Body
+from headrace.server.structure import check_structure
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _MAX_REMEMBERED = 1000
 _MAX_SEARCHED_BYTES = 1 << 18
+_LARGE_BYTES = 1 << 16
 
 BodyT = TypeVar("BodyT", bound=Body)
 
@@ -37,6 +40,12 @@ class BodyReader:
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
         self._warned: set[str] = set()
+        # One: large bodies wait for each other rather than all others for them.
+        self._large = ThreadPoolExecutor(1, thread_name_prefix="headrace-body")
+
+    def close(self) -> None:
+        """End the thread; what it has begun is finished."""
+        self._large.shutdown(wait=False, cancel_futures=True)
 
     async def read(self, request: Request, kind: type[BodyT]) -> BodyT:
         """Read and check a request's body.
@@ -44,7 +53,7 @@ class BodyReader:
         Raises:
             BodyTooLargeError: The body is over the limit; the rest of it is not read.
             BodyTooSlowError: It did not come in time.
-            RequestError: It is not JSON, or a field has the wrong type.
+            RequestError: It is not JSON or has too many values, or a field has the wrong type.
         """
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -54,7 +63,11 @@ class BodyReader:
                 f"the body did not come within {self._timeout_s:g} s; send it faster, or raise "
                 "body_timeout_s"
             ) from None
-        body = checked(kind, _parse(data))
+        if len(data) > _LARGE_BYTES:
+            loop = asyncio.get_running_loop()
+            body = await loop.run_in_executor(self._large, _read_large, data, kind)
+        else:
+            body = checked(kind, _parse(data))
         self._warn_unknown(body)
         return body
 
@@ -78,9 +91,11 @@ class BodyReader:
         )
 
     def _warn_unknown(self, body: Body) -> None:
-        unknown = (body.model_extra or {}).keys() - self._warned - KNOWN_WITHOUT_EFFECT
-        for name in unknown:
-            self.warn_once(name, "is unknown and has no effect")
+        for name in body.model_extra or ():
+            if len(self._warned) >= _MAX_REMEMBERED:
+                return  # There may be half a million of them.
+            if name not in KNOWN_WITHOUT_EFFECT:
+                self.warn_once(name, "is unknown and has no effect")
 
     def warn_once(self, name: str, what: str) -> None:
         """Warn about a field of a request, at the first request that has it.
@@ -105,6 +120,11 @@ def checked(kind: type[BodyT], fields: dict[str, Any]) -> BodyT:
         return kind.model_validate(fields)
     except ValidationError as error:
         raise _readable(error) from None
+
+
+def _read_large(data: bytes, kind: type[BodyT]) -> BodyT:
+    check_structure(data)
+    return checked(kind, _parse(data))
 
 
 def _parse(data: bytes) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from headrace.server.bodies import checked
 from headrace.server.errors import shaped_error
 from headrace.server.form_fields import refuse_form
 from headrace.server.items import Item, ItemAnswer
-from headrace.server.protocol import Body, ChatBody
+from headrace.server.protocol import Body, ChatBody, Listed
 from headrace.server.sse import json_text, named_event
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _MODES = {"auto": "auto", "any": "required", "none": "none"}
 class CountTokensBody(Body):
     """POST /v1/messages/count_tokens."""
 
-    messages: list[dict[str, Any]] = Field(
+    messages: Listed[dict[str, Any]] = Field(
         min_length=1,
         json_schema_extra={
             "items": {
@@ -38,8 +38,8 @@ class CountTokensBody(Body):
             }
         },
     )
-    system: str | list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    system: str | Listed[dict[str, Any]] | None = None
+    tools: Listed[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
@@ -53,9 +53,9 @@ class MessagesBody(CountTokensBody):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: Listed[str] | None = None
     cache_salt: str | None = None
-    cache_checkpoint: int | list[int] | None = None
+    cache_checkpoint: int | Listed[int] | None = None
     cache_pin: str | None = None
 
 

@@ -76,7 +76,7 @@ class PromptReader:
         Raises:
             RequestError: It is none of these, empty, too long, or has ids out of range.
         """
-        prompts = split_prompts(value)
+        prompts = await self.convert(partial(split_prompts, value), value)
         if len(prompts) > max_prompts:
             raise RequestError(
                 f"prompt has {len(prompts)} prompts but at most {max_prompts} are allowed; "
@@ -91,6 +91,8 @@ class PromptReader:
                 )
                 read.append(Prompt(ids, prompt))
             else:
+                # Before the ids are looked at, which takes as long as there are many.
+                self.check_length(prompt, param="prompt")
                 self.check_ids(prompt, param="prompt")
                 read.append(Prompt(prompt, None))
                 # Others have their turn in between: many long lists take a while.
@@ -142,9 +144,21 @@ class PromptReader:
 
     async def detokenise(self, ids: list[int]) -> str:
         """Text of token ids, special tokens included."""
-        self.check_ids(ids, param="tokens")
-        work = partial(self.tokenizer.decode, ids, skip_special_tokens=False)
+        def work() -> str:
+            self.check_ids(ids, param="tokens")
+            return self.tokenizer.decode(ids, skip_special_tokens=False)
+
         return await self._run(work, len(ids))
+
+    async def convert(self, work: Callable[[], T], *read: object) -> T:
+        """Do what takes as long as what it reads is large: at once, or in a thread.
+
+        Args:
+            work: What to do.
+            read: The JSON values that it reads.
+        """
+        size = _size_of(*read)
+        return await self._run(work, size) if size > _LARGE_CHARS else work()
 
     def check_ids(self, ids: list[int], *, param: str) -> None:
         """Refuse ids that the model does not have."""
@@ -233,5 +247,6 @@ def _size_of(*parts: object) -> int:
             left += one
             left += one.values()
         elif isinstance(one, list):
-            left += one
+            # Not more of a list than is asked about: it may have millions.
+            left += one[: _LARGE_CHARS + 1]
     return size

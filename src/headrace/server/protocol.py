@@ -6,9 +6,9 @@ refused would change the answer if they were ignored.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field
 
 # Fields of OpenAI's API that do not concern a local server or only label a request.
 _LABELS = (
@@ -18,6 +18,29 @@ _LABELS = (
     "detokenize", "length_penalty", "early_stopping", "include_reasoning",
 )
 KNOWN_WITHOUT_EFFECT = frozenset(_LABELS)
+
+
+class _FirstFault(FailFast):
+    """Stop at the first wrong item: describing a million of them takes a minute.
+
+    The library's own cannot stand in a union, whose parts are hashed.
+    """
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
+
+T = TypeVar("T")
+Listed = Annotated[list[T], _FirstFault()]
+
+
+def _first_fault(value: object) -> object:
+    """Leave nothing of a dictionary with a fault but the first, for the same reason."""
+    if isinstance(value, dict):
+        for name, one in value.items():
+            if type(one) not in (int, float):
+                return {name: one}
+    return value
 
 
 class Body(BaseModel):
@@ -49,20 +72,20 @@ class SamplingBody(Body):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Listed[str] | None = None
+    stop_token_ids: Listed[int] | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    logit_bias: Annotated[dict[str, float] | None, BeforeValidator(_first_fault)] = None
+    allowed_token_ids: Listed[int] | None = None
+    bad_words: Listed[str] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     cache_salt: str | None = None
-    cache_checkpoint: int | list[int] | None = None
+    cache_checkpoint: int | Listed[int] | None = None
     cache_pin: str | None = None
     add_special_tokens: bool | None = None
     response_format: dict[str, Any] | None = None
@@ -104,7 +127,7 @@ class CompletionBody(SamplingBody):
 class ChatBody(SamplingBody):
     """POST /v1/chat/completions."""
 
-    messages: list[dict[str, Any]] = Field(
+    messages: Listed[dict[str, Any]] = Field(
         min_length=1,
         json_schema_extra={
             "items": {
@@ -117,36 +140,36 @@ class ChatBody(SamplingBody):
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Listed[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    functions: list[dict[str, Any]] | None = None
+    functions: Listed[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = True
     continue_final_message: bool | None = False
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
-    documents: list[dict[str, Any]] | None = None
-    modalities: list[str] | None = None
+    documents: Listed[dict[str, Any]] | None = None
+    modalities: Listed[str] | None = None
 
 
 class TokenizeBody(Body):
     """POST /tokenize: a prompt, or a conversation."""
 
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Listed[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = False
     add_generation_prompt: bool | None = True
     continue_final_message: bool | None = False
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Listed[dict[str, Any]] | None = None
 
 
 class DetokenizeBody(Body):
     """POST /detokenize."""
 
-    tokens: list[int]
+    tokens: Listed[int]
 
 
 class TraceBody(Body):

@@ -11,7 +11,7 @@ from headrace.errors import RequestError
 from headrace.server.bodies import checked
 from headrace.server.form_fields import refuse_form
 from headrace.server.items import Item, ItemAnswer
-from headrace.server.protocol import ChatBody, SamplingBody
+from headrace.server.protocol import ChatBody, Listed, SamplingBody
 from headrace.server.sse import json_text, named_event
 
 if TYPE_CHECKING:
@@ -41,10 +41,10 @@ _INCLUDED_ANYWAY = ("reasoning.encrypted_content",)
 class ResponsesBody(SamplingBody):
     """POST /v1/responses."""
 
-    input: str | list[dict[str, Any]] = Field(description="Text, or the items so far.")
+    input: str | Listed[dict[str, Any]] = Field(description="Text, or the items so far.")
     instructions: str | None = None
     max_output_tokens: int | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Listed[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: dict[str, Any] | None = None
@@ -58,7 +58,7 @@ class ResponsesBody(SamplingBody):
     prompt: dict[str, Any] | None = None
     top_logprobs: int | None = None
     truncation: str | None = None
-    include: list[str] | None = None
+    include: Listed[str] | None = None
 
 
 def chat_of(body: ResponsesBody) -> ChatBody:

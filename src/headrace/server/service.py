@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from headrace.dialects import find_dialect
@@ -32,9 +33,10 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from headrace.outputs import RequestOutput
+    from headrace.sampling_params import SamplingParams
     from headrace.server.answers import Answer
     from headrace.server.engine import ServedEngine
-    from headrace.server.forms import OutputForm
+    from headrace.server.forms import ChatWish, OutputForm
     from headrace.server.items import ItemAnswer
     from headrace.server.messages import CountTokensBody, MessagesBody
     from headrace.server.metrics import Metrics
@@ -82,6 +84,7 @@ class Service:
 
     async def close(self) -> None:
         """End threads and send what is left of traces."""
+        self.bodies.close()
         self.prompts.close()
         await self.tracing.close()
 
@@ -120,7 +123,9 @@ class Service:
     async def respond(self, body: ResponsesBody) -> Response:
         """Answer a conversation in the form of the Responses API."""
         self.check_model(body.model)
-        work, form = await self._chat_work(responses.chat_of(body))
+        work, form = await self._chat_work(
+            await self.prompts.convert(partial(responses.chat_of, body), body.input)
+        )
         answer = responses.ResponsesAnswer(
             body=body, **self._answer_arguments(f"resp_{uuid.uuid4().hex}", work, form)
         )
@@ -129,7 +134,9 @@ class Service:
     async def message(self, body: MessagesBody) -> Response:
         """Answer a conversation in the form of the Messages API."""
         self.check_model(body.model)
-        work, form = await self._chat_work(messages.chat_of(body))
+        work, form = await self._chat_work(
+            await self.prompts.convert(partial(messages.chat_of, body), body.messages)
+        )
         if "budget_tokens" in (body.thinking or {}):
             # Clients must send it; refusing it would refuse all thinking.
             self.bodies.warn_once(
@@ -143,13 +150,16 @@ class Service:
     async def count_tokens(self, body: CountTokensBody) -> dict[str, Any]:
         """Tokens of a conversation in the form of the Messages API."""
         self.check_model(body.model)
-        prompt = await self._chat_prompt(messages.chat_of(body))
+        chat = await self.prompts.convert(partial(messages.chat_of, body), body.messages)
+        prompt = await self._chat_prompt(chat)
         return {"input_tokens": len(prompt.token_ids)}
 
     async def complete(self, body: CompletionBody) -> Response:
         """Continue one or more prompts."""
         self.check_model(body.model)
-        params = completion_params(body, self.engine.generation_defaults)
+        params = await self.prompts.convert(
+            partial(completion_params, body, self.engine.generation_defaults), vars(body)
+        )
         prompts = await self.prompts.of_completion(
             body.prompt,
             max_prompts=self._max_prompts,
@@ -219,11 +229,13 @@ class Service:
 
     async def _chat_work(self, body: ChatBody) -> tuple[Work, OutputForm]:
         """A conversation's prompt with its parameters, and how its output is written."""
-        params = chat_params(body, self.engine.generation_defaults)
-        wish = read_wish(
-            self.dialect, tools=body.tools, tool_choice=body.tool_choice,
-            parallel_tool_calls=body.parallel_tool_calls, wanted=read_form(body),
-        )
+        def read() -> tuple[SamplingParams, ChatWish]:
+            return chat_params(body, self.engine.generation_defaults), read_wish(
+                self.dialect, tools=body.tools, tool_choice=body.tool_choice,
+                parallel_tool_calls=body.parallel_tool_calls, wanted=read_form(body),
+            )
+
+        params, wish = await self.prompts.convert(read, vars(body))
         prompt = await self._chat_prompt(body)
         self.prompts.check_length(prompt.token_ids, param="messages")
         form = wish.form(
