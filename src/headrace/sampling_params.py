@@ -296,6 +296,19 @@ class SamplingParams:
         return self.temperature == 0.0
 
 
+def check_kind(params: object) -> None:
+    """Refuse what is given in the place of sampling parameters.
+
+    Raises:
+        RequestError: It is something else.
+    """
+    if not isinstance(params, SamplingParams):
+        raise RequestError(
+            f"sampling_params has {type(params).__name__} but must be SamplingParams; write "
+            "SamplingParams(max_tokens=...)", param="sampling_params",
+        )
+
+
 def completion_seed(seed: int, index: int) -> int:
     """Seed of completion `index` of a request: alone, with this seed, it is the same bits."""
     return (seed + index * _SEED_STEP) % 2**64

@@ -22,6 +22,7 @@ from headrace.engine.llm import chosen_config
 from headrace.engine.step_trace import StepTracer
 from headrace.errors import EngineDeadError, RequestError
 from headrace.outputs import CompletionOutput, RequestOutput
+from headrace.sampling_params import check_kind
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -126,6 +127,7 @@ class AsyncLLM:
             QueueFullError: Too many requests wait.
             EngineDeadError: The engine has ended.
         """
+        check_kind(sampling_params)
         await self.start()
         self._raise_if_dead()
         if isinstance(prompt, str):

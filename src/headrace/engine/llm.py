@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections import deque
+from contextlib import contextmanager
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
@@ -10,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from headrace.config import EngineConfig
 from headrace.engine.engine import Engine
 from headrace.errors import ConfigError, EngineDeadError, RequestError
-from headrace.sampling_params import SamplingParams
+from headrace.sampling_params import SamplingParams, check_kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from collections.abc import Sequence as Seq
-    from types import TracebackType
+    from types import FrameType, TracebackType
 
     from headrace.outputs import RequestOutput
     from headrace.text import ChatTemplate, GenerationDefaults, Tokenizer
@@ -58,8 +61,37 @@ def chosen_config(
     return given
 
 
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Let Ctrl-C wait for the end of the block; a second one does not.
+
+    A step that is cut in two leaves blocks that nobody owns, so an interrupt between two steps is
+    the only kind after which the engine can be used.
+    """
+    previous = signal.getsignal(signal.SIGINT)
+    is_ours = threading.current_thread() is threading.main_thread() and callable(previous)
+    if not is_ours:
+        yield  # Signals are handled by the main thread alone, or by nobody.
+        return
+    assert callable(previous)
+    came: list[tuple[int, FrameType | None]] = []
+
+    def later(number: int, frame: FrameType | None) -> None:
+        came.append((number, frame))
+        if len(came) > 1:
+            previous(number, frame)
+
+    signal.signal(signal.SIGINT, later)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    if came:
+        previous(*came[0])
+
+
 class LLM:
-    """An engine in this thread.
+    """An engine in the thread that asks; several may ask, and take their steps in turns.
 
     Args:
         model: "demo", a folder, or a hub id.
@@ -84,6 +116,8 @@ class LLM:
             engine = Engine(chosen_config(model, config, options))
         self.engine = engine
         self._is_shut_down = False
+        self._death: BaseException | None = None
+        self._lock = threading.RLock()
         self._next_id = 0
         self._waiting: dict[str, deque[RequestOutput]] = {}
 
@@ -150,14 +184,10 @@ class LLM:
             )
         ids: list[str] = []
         try:
-            for prompt, params in zip(many, sampling_params, strict=True):
-                ids.append(self._add(prompt, params))
-        except BaseException:
-            for request_id in ids:
-                self.engine.abort(request_id)
-            raise
-        self._waiting.update((request_id, deque(maxlen=1)) for request_id in ids)
-        try:
+            # All or none, and known to be here: an interrupt waits for the last of them.
+            with self._turn():
+                for prompt, params in zip(many, sampling_params, strict=True):
+                    ids.append(self._add(prompt, params, deque(maxlen=1)))
             return [self._final(request_id) for request_id in ids]
         finally:
             self._leave(ids)
@@ -229,15 +259,16 @@ class LLM:
         """Yield one request's outputs as they come; closing the iterator aborts it."""
         if sampling_params is None:
             sampling_params = self.generation_defaults.sampling_params()
-        request_id = self._add(prompt, sampling_params)
-        self._waiting[request_id] = deque()
+        ids: list[str] = []
         try:
-            while (output := self._next(request_id)) is not None:
+            with self._turn():
+                ids.append(self._add(prompt, sampling_params, deque()))
+            while (output := self._next(ids[0])) is not None:
                 yield output
                 if output.finished:
                     return
         finally:
-            self._leave([request_id])
+            self._leave(ids)
 
     def pins(self) -> dict[str, dict[str, int]]:
         """KV blocks and checkpoints that are spared from eviction, by the name of the pin."""
@@ -257,8 +288,9 @@ class LLM:
 
     def shutdown(self) -> None:
         """Finish what is in flight; afterwards every request is an `EngineDeadError`."""
-        self._drain()
-        self._is_shut_down = True
+        with self._turn():
+            self._drain()
+            self._is_shut_down = True
 
     def __enter__(self) -> LLM:
         return self
@@ -271,21 +303,44 @@ class LLM:
     ) -> None:
         self.shutdown()
 
-    def _add(self, prompt: Prompt, params: SamplingParams) -> str:
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Some work of the engine: no other thread's meanwhile, and not to be cut in two."""
+        with self._lock, _uninterrupted():
+            yield
+
+    def _raise_if_dead(self) -> None:
+        if self._death is not None:
+            raise EngineDeadError(
+                f"the engine died: {self._death!r}; make a new LLM"
+            ) from self._death
+
+    def _step(self) -> None:
+        """Take a step and hand its outputs to their owners."""
+        try:
+            outputs = self.engine.step()
+        except BaseException as error:
+            # What the step had done by then, nobody knows.
+            self._death = error
+            raise
+        for output in outputs:
+            owner = self._waiting.get(output.request_id)
+            if owner is not None:
+                owner.append(output)
+
+    def _add(self, prompt: Prompt, params: SamplingParams, outputs: deque[RequestOutput]) -> str:
         if self._is_shut_down:
             raise EngineDeadError(
                 "this LLM was shut down and answers nothing more; make a new one"
             )
-        if not isinstance(params, SamplingParams):
-            raise RequestError(
-                f"sampling_params has {type(params).__name__} but must be SamplingParams; "
-                "write SamplingParams(max_tokens=...)", param="sampling_params",
-            )
+        self._raise_if_dead()
+        check_kind(params)
         text = prompt if isinstance(prompt, str) else None
         ids = self.get_tokenizer().encode(prompt) if isinstance(prompt, str) else prompt
         self._next_id += 1
         request_id = f"req-{self._next_id}"
         self.engine.add_request(request_id, ids, params, prompt=text)
+        self._waiting[request_id] = outputs
         return request_id
 
     def _final(self, request_id: str) -> RequestOutput:
@@ -297,30 +352,34 @@ class LLM:
     def _next(self, request_id: str) -> RequestOutput | None:
         """The request's next output; None if it was aborted behind its owner's back.
 
-        Several may wait in turns (streams inside streams): each step's outputs go to their owners.
+        Several may wait in turns (streams inside streams, or threads): each step's outputs go to
+        their owners.
         """
         mine = self._waiting[request_id]
         while not mine:
-            if not self.engine.has_work():
-                return None
-            for output in self.engine.step():
-                owner = self._waiting.get(output.request_id)
-                if owner is not None:
-                    owner.append(output)
+            with self._turn():
+                if mine:
+                    break
+                self._raise_if_dead()
+                if not self.engine.has_work():
+                    return None
+                self._step()
         return mine.popleft()
 
     def _leave(self, request_ids: list[str]) -> None:
         """Stop waiting; what has not ended is aborted."""
-        for request_id in request_ids:
-            self.engine.abort(request_id)
-            self._waiting.pop(request_id, None)
-        if not self._waiting:
-            self._drain()
+        with self._turn():
+            for request_id in request_ids:
+                if self._death is None:
+                    self.engine.abort(request_id)
+                self._waiting.pop(request_id, None)
+            if not self._waiting:
+                self._drain()
 
     def _drain(self) -> None:
         """Take in steps in flight, so that their blocks are back in the pools."""
-        while self.engine.has_work():
-            self.engine.step()
+        while self._death is None and self.engine.has_work():
+            self._step()
 
 
 def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
