@@ -119,6 +119,7 @@ def test_captured_steps_give_the_bits_of_launched_ones(
         assert captured == launched
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("drafts", ["none", "mtp:3", "draft:x:2"])
 @pytest.mark.parametrize("scheme", ["columns", "replay"])
 def test_a_steady_step_waits_for_nothing_and_allocates_nothing(

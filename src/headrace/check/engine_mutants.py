@@ -26,6 +26,7 @@ from headrace.check.real import (
     wrong_answers,
 )
 from headrace.worker import launches
+from headrace.worker.graphs import copy_fields
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -357,6 +358,35 @@ def verify_on_a_side_stream(engine: Engine, faulty: bool) -> None:  # noqa: FBT0
 def row_gather_on_a_side_stream(engine: Engine, faulty: bool) -> None:  # noqa: FBT001
     """The rows' last tokens are gathered on a side stream that the step does not wait for."""
     _aside(engine, (launches.gather_carry,), faulty=faulty)
+
+
+@_fault(
+    "engine-graph-inputs-on-a-side-stream", "H", UNORDERED, buffer="graph.", graphs="on",
+    speculative="none", batch_layout="slots",
+)
+def graph_inputs_on_a_side_stream(engine: Engine, faulty: bool) -> None:  # noqa: FBT001
+    """A captured step's inputs and outputs are copied on a stream that its replay ignores."""
+    _aside(engine, (copy_fields,), faulty=faulty)
+
+
+@_fault(
+    "engine-padding-with-a-live-row", "V", (WRONG,), graphs="on", speculative="none",
+    batch_layout="slots", sites=("src/headrace/worker/graphs.py in StepGraphs.padding",
+                                 "src/headrace/worker/launches.py in verify"),
+)
+def padding_with_a_live_row(engine: Engine, faulty: bool) -> None:  # noqa: FBT001
+    """Rows of padding have the carry row of the first slot, whose counts they write too."""
+    graphs = engine.worker.graphs
+    assert graphs is not None
+    padding = graphs.padding
+
+    def detour(output: Any) -> Any:  # noqa: ANN401
+        made = padding(output)
+        if made is None:
+            return None
+        return replace(made, null_row=0 if faulty else made.null_row)
+
+    graphs.padding = detour  # type: ignore[method-assign]
 
 
 @_fault(
