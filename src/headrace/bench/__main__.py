@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_h
 from headrace.bench.options import OfflineOptions, ServeOptions, documented
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError, HeadraceError, RequestError
+from headrace.output_files import require_writable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,6 +56,8 @@ def run(
     """
     from headrace.bench.report import finish, show_comparison  # noqa: PLC0415 - not for --help
 
+    for flag in ("json", "plot", "trace"):
+        require_writable(f"--{flag}", getattr(options, flag, None))
     if options.compare is not None:
         show_comparison(options.compare, options.plot)
         return 0

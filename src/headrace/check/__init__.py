@@ -24,6 +24,7 @@ from headrace.check.runs import (
 from headrace.check.target import Target, ToyTarget
 from headrace.check.timeline import write_timeline
 from headrace.errors import ConfigError
+from headrace.output_files import require_writable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,8 +82,9 @@ def run_check(
         0 if there is no report and every mutant was killed, else 1.
 
     Raises:
-        ConfigError: The mutant is unknown, or `seeds` is not positive.
+        ConfigError: The mutant is unknown, `seeds` is not positive, or `html` cannot be written.
     """
+    require_writable("--html", html)
     if mutants or mutant is not None:
         return _check_mutants(mutant, seed or 0, as_json=json)
     if seeds < 1:

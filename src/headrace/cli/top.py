@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from headrace.cli.http import DEFAULT_URL, ask_server
+from headrace.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
 
 _BAR_CHARS = 30
+_MAX_INTERVAL_S = 86_400
 
 
 def top(
@@ -30,6 +32,8 @@ def top(
         interval: Seconds between two looks.
         api_key: A key, if the server wants one.
     """
+    if not 0 <= interval <= _MAX_INTERVAL_S:
+        raise ConfigError(f"--interval is {interval:g} but must be in [0, {_MAX_INTERVAL_S}]")
     # Takes a moment, which `headrace --help` need not.
     from rich.console import Console  # noqa: PLC0415
     from rich.live import Live  # noqa: PLC0415

@@ -8,6 +8,8 @@ from cyclopts import Parameter
 
 from headrace.cli.flags import ConfigFile, Engine, EngineFlags, engine_config
 from headrace.cli.http import ServerError, ask_server
+from headrace.errors import ConfigError
+from headrace.output_files import require_writable
 
 if TYPE_CHECKING:
     from headrace.config import EngineConfig
@@ -43,6 +45,12 @@ def trace(
         engine: The engine's settings.
     """
     del config
+    for flag, value in (("--steps", steps), ("--batch", batch)):
+        if value < 1:
+            raise ConfigError(f"{flag} is {value} but must be at least 1")
+    if not timeout > 0:
+        raise ConfigError(f"--timeout is {timeout:g} but must be above 0")
+    require_writable("--output", output)
     if url is None:
         document = trace_engine(
             engine_config(engine), prompt=prompt, batch=batch, num_steps=steps
