@@ -54,7 +54,7 @@ class EngineConfig:
         checkpoint_retention: latest, every:N or all.
         max_pinned_share: Most of each pool that requests may spare from eviction, in [0, 1].
         batch_layout: slots or compact.
-        state_scheme: columns or replay.
+        state_scheme: auto, columns or replay; auto takes what was measured to be faster.
         replay_interval: Tokens between base writes of the replay scheme; None picks by device.
         speculative: auto, none, mtp:K, ngram:K, draft:PATH:K (tests also: scripted:K).
         async_scheduling: Prepare step n+1 while step n runs.
@@ -88,7 +88,7 @@ class EngineConfig:
     checkpoint_retention: str = "latest"
     max_pinned_share: float = 0.5
     batch_layout: Literal["slots", "compact"] = "slots"
-    state_scheme: Literal["columns", "replay"] = "replay"
+    state_scheme: Literal["auto", "columns", "replay"] = "auto"
     replay_interval: int | None = None
     speculative: str = "auto"
     async_scheduling: bool = True

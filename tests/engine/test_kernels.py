@@ -17,7 +17,7 @@ import pytest
 from conformance import GREEDY, VOCAB, Job, make_engine, script_for, solve
 
 from headrace.config import EngineConfig
-from headrace.engine.load import load_parts, resolve_kernels
+from headrace.engine.load import load_parts, resolve_kernels, resolve_scheme
 from headrace.errors import ConfigError
 from headrace.ops import gated_delta_decode, paged_decode
 from headrace.rt import Effect
@@ -277,6 +277,26 @@ def test_a_cuda_device_takes_kernels_where_there_are_some() -> None:
     assert resolve_kernels(config, granite) == "torch"
     assert resolve_kernels(replace(config, kernels="torch"), qwen) == "torch"
     assert resolve_kernels(replace(config, deterministic=True), qwen) == "torch"
+
+
+@pytest.mark.parametrize(
+    ("changes", "without_drafts", "with_drafts"),
+    [
+        ({}, "columns", "columns"),
+        ({"state_dtype": "float32"}, "columns", "replay"),
+        ({"replay_interval": 8}, "replay", "replay"),
+        ({"kernels": "torch"}, "replay", "replay"),
+        ({"device": "cpu"}, "replay", "replay"),
+        ({"state_scheme": "replay"}, "replay", "replay"),
+    ],
+)
+def test_the_faster_scheme_is_taken(
+    changes: dict[str, Any], without_drafts: str, with_drafts: str
+) -> None:
+    config = EngineConfig(model="x", device="cuda", kernels="triton", state_dtype="bfloat16")
+    config = replace(config, **changes)
+    assert resolve_scheme(config, has_drafts=False) == without_drafts
+    assert resolve_scheme(config, has_drafts=True) == with_drafts
 
 
 def test_a_draft_model_has_kernels_of_its_own() -> None:
