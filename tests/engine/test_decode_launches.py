@@ -33,11 +33,10 @@ from headrace.models.batch import (
     VerifyRows,
 )
 from headrace.models.config import ModelConfig
-from headrace.ops import gated_delta_decode, paged_decode
-from headrace.ops.aot import MAX_SHARED_BYTES, KernelSpec, compile_kernel, spec_of
+from headrace.ops.aot import MAX_SHARED_BYTES, Compiled, KernelSpec, compile_kernels, spec_of
 from headrace.rt.buffers import tensors_of
 from headrace.sampling_params import SamplingParams
-from headrace.testing import KERNEL_SIZES, tiny_model
+from headrace.testing import KERNEL_OPS, KERNEL_SIZES, tiny_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -111,7 +110,9 @@ def test_values_of_the_host_are_noticed(fault: Callable[[], Any]) -> None:
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
     """Kernels that were launched on the meta device; on the CPU there are the references."""
     pytest.importorskip("triton")
-    from headrace.ops.gated_delta_decode import fused as mixer  # noqa: PLC0415  after the settings
+    # After the plugin's settings.
+    from headrace.ops.add_rms_norm import fused as norm  # noqa: PLC0415
+    from headrace.ops.gated_delta_decode import fused as mixer  # noqa: PLC0415
     from headrace.ops.paged_decode import fused as attention  # noqa: PLC0415
     from headrace.ops.state_columns import fused as columns  # noqa: PLC0415
 
@@ -121,12 +122,12 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
         assert 0 not in grid
         specs.append(spec_of(kernel, args, options))
 
-    for module in (mixer, attention):
+    for module in (norm, mixer, attention):
         monkeypatch.setattr(module, "launch_kernel", launch)
     # Its tuples nobody compiles here; and tensors without memory have no addresses to compare.
     monkeypatch.setattr(columns, "launch_kernel", lambda *_, **__: None)
     monkeypatch.setattr(columns, "refuse_shared", lambda *_: None)
-    for op in (gated_delta_decode, paged_decode):
+    for op in KERNEL_OPS:
         monkeypatch.setattr(op, "can_launch", lambda tensor: tensor.device.type == "meta")
     return specs
 
@@ -199,7 +200,10 @@ def test_launches_of_a_decode_step_ask_the_device_for_nothing(
     names = {"none": set(), "draft": {"draft_model"}}.get(drafter, {f"draft_{drafter}"})
     assert {name for name in ops if name.startswith("draft")} == names
     kernels = {spec.kernel.partition(":")[2] for spec in launched}
-    assert kernels == {"gated_delta_decode_kernel", "paged_decode_kernel", "combine_splits_kernel"}
+    assert kernels == {
+        "add_rms_norm_kernel",
+        "gated_delta_decode_kernel", "paged_decode_kernel", "combine_splits_kernel",
+    }
 
 
 def specs_of_shape(
@@ -279,8 +283,11 @@ def test_a_layer_launches_one_kernel_or_a_few(
     phases = 3 if rows == 1 else 1
     assert sum("gated_delta_decode" in spec.kernel for spec in launched) == 3 * phases
     assert sum("paged_decode" in spec.kernel for spec in launched) == 2
-    # All layers use the same machine code.
-    assert len(specs) == phases + 2
+    # Of four layers, each with two norms and one MLP or more, one attends. The last norm is the
+    # model's.
+    assert sum("add_rms_norm" in spec.kernel for spec in launched) == 2 * 4 + 1
+    # All layers use the same machine code: norms with an addition and without.
+    assert len(specs) == phases + 2 + 2
 
 
 @pytest.mark.full
@@ -298,10 +305,33 @@ def test_a_layer_launches_one_kernel_or_a_few(
 def test_what_a_decode_step_launches_compiles_for_hopper_without_spills(
     path: Path, scheme: str, rows: int, queries: int, state_dtype: str, launched: list[KernelSpec]
 ) -> None:
-    for spec in specs_of_shape(path, scheme, rows, queries, state_dtype, launched):
-        compiled = compile_kernel(spec)
+    assert_compiles(specs_of_shape(path, scheme, rows, queries, state_dtype, launched))
+
+
+def assert_compiles(specs: list[KernelSpec]) -> dict[str, Compiled]:
+    """Compile kernels, look at what each needs, and return what was made of each."""
+    made = dict(zip(map(str, specs), compile_kernels(specs), strict=True))
+    for spec, compiled in made.items():
         assert compiled.spill_bytes == 0, spec
         assert compiled.shared_bytes <= MAX_SHARED_BYTES, spec
-        if spec.kernel.endswith(":paged_decode_kernel"):
+        if ":paged_decode_kernel" in spec:
             products = [name for name in compiled.instructions if "MMA" in name]
             assert compiled.tensor_core or any(name.startswith("HMMA") for name in products), spec
+    return made
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path if "4b" in path.stem else pytest.param(path, marks=pytest.mark.full) for path in SHAPES],
+    ids=lambda path: path.stem,
+)
+def test_all_but_the_mixer_compile_for_hopper(path: Path, launched: list[KernelSpec]) -> None:
+    """The mixer takes longer than all others together, and has such tests of its own."""
+    specs = specs_of_shape(path, "replay", 128, 1, "float32", launched)
+    specs = [spec for spec in specs if "gated_delta_decode" not in spec.kernel]
+    assert len(specs) >= 4
+    for spec, compiled in assert_compiles(specs).items():
+        if "paged_decode" not in spec:
+            loads = [name for name in compiled.instructions if name.startswith("LDG")]
+            # 16 bytes at a time.
+            assert not compiled.instructions or any(".128" in name for name in loads), spec

@@ -19,11 +19,10 @@ from conformance import GREEDY, VOCAB, Job, make_engine, script_for, solve
 from headrace.config import EngineConfig
 from headrace.engine.load import load_parts, resolve_kernels, resolve_scheme
 from headrace.errors import ConfigError
-from headrace.ops import gated_delta_decode, paged_decode
 from headrace.rt import Effect
 from headrace.rt.buffers import tensors_of
 from headrace.rt.detector import RowBound, assert_effects
-from headrace.testing import KERNEL_SIZES, tiny_family, tiny_model
+from headrace.testing import KERNEL_OPS, KERNEL_SIZES, tiny_family, tiny_model
 from headrace.worker import launches
 
 if TYPE_CHECKING:
@@ -148,7 +147,7 @@ def test_what_the_kernels_are_told_fits_their_specification(
     print(f"{seed=}")
     options = scheme_options(scheme, drafts)
     engine = None
-    for op in (gated_delta_decode, paged_decode):
+    for op in KERNEL_OPS:
         monkeypatch.setattr(op, "can_launch", lambda _: False)
     # Chunks, and generated tokens beside prompts; the fourth one waits for a slot.
     engine = compare(
@@ -197,7 +196,8 @@ def test_kernels_give_what_pytorch_operations_give(
     runtime, worker = engine.parts.runtime, engine.worker
     assert runtime.finish() == ()
     assert {launch.kernel for launch in race_detector.launches} == {
-        "gated_delta_decode_kernel", "paged_decode_kernel", "combine_splits_kernel"
+        "add_rms_norm_kernel",
+        "gated_delta_decode_kernel", "paged_decode_kernel", "combine_splits_kernel",
     }
     # What the kernels do is part of what their launch declares. Blocks 0 are no one's.
     effects = dict.fromkeys(("k", "v", "inputs", "work"), Effect.READ)

@@ -4,8 +4,9 @@
 
     h = h + mixer(norm(h));   h = h + mlp(norm(h))
 
-and the last norm follows the last layer. The hidden states that `forward` returns are *after* that
-norm: both the head and the MTP module take them (as in the published inference code).
+and the last norm follows the last layer. An addition and the norm behind it are one operation. The
+hidden states that `forward` returns are *after* the last norm: both the head and the MTP module
+take them (as in the published inference code).
 
 MTP: the module at position p sees the hidden state of position p and the token at p+1, and its
 output gives logits for position p+2 through the shared head:
@@ -36,18 +37,17 @@ from headrace.models.layers.moe import feed_forward
 from headrace.models.layers.row_plan import plan_rows
 from headrace.models.layers.state_plan import SplitPlan, StatePlan, plan_split, plan_states
 from headrace.models.qwen3_5_weights import Qwen35Weights, expected_tensors, load_weights
+from headrace.ops.add_rms_norm import add_rms_norm
 from headrace.ops.linear import linear, pad_rows
 from headrace.ops.rms_norm import rms_norm
 from headrace.ops.rotary import rotary_tables
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
 
     from torch import Tensor
 
-    from headrace.models.batch import Caches, StateGroupSpec, StepBatch
-    from headrace.models.layers.mlp import MlpWeights
-    from headrace.models.layers.moe import MoeWeights
+    from headrace.models.batch import Caches, Kernels, StateGroupSpec, StepBatch
     from headrace.models.qwen3_5_config import Qwen35Config
 
 
@@ -184,14 +184,15 @@ class Qwen35Model:
         Returns:
             Hidden states after the last norm, [T, C].
         """
-        config, weights = self.config, self._weights
+        weights = self._weights
         plan = self._plan(batch, caches, with_states=True)
         hidden = weights.embedding.index_select(0, batch.token_ids)
         group = caches.groups[0]
         linear_at = attention_at = 0
         assert plan.delta is not None
-        for layer in weights.layers:
-            normed = rms_norm(hidden, layer.input_norm, config.rms_norm_eps)
+        norms = (*(layer.input_norm for layer in weights.layers[1:]), weights.final_norm)
+        normed = self._norm(hidden, None, weights.layers[0].input_norm, batch.kernels)
+        for layer, next_norm in zip(weights.layers, norms, strict=True):
             if isinstance(layer.mixer, DeltaWeights):
                 mixed = gated_delta_net(
                     normed,
@@ -205,8 +206,10 @@ class Qwen35Model:
             else:
                 mixed = self._attend(normed, layer.mixer, caches, attention_at, plan)
                 attention_at += 1
-            hidden = self._mlp(hidden + mixed, layer.mlp_norm, layer.mlp)
-        return rms_norm(hidden, weights.final_norm, config.rms_norm_eps)
+            normed = self._norm(hidden, mixed, layer.mlp_norm, batch.kernels)
+            fed = feed_forward(normed, layer.mlp)
+            normed = self._norm(hidden, fed, next_norm, batch.kernels)
+        return normed
 
     def mtp(
         self, batch: StepBatch, caches: Caches, hidden: Tensor, next_token_ids: Tensor
@@ -229,23 +232,17 @@ class Qwen35Model:
         """
         module = self._weights.mtp
         assert module is not None, "this checkpoint has no MTP module"
-        eps = self.config.rms_norm_eps
+        kernels = batch.kernels
         plan = self._plan(batch, caches, with_states=False)
         embedded = self._weights.embedding.index_select(0, next_token_ids)
-        joined = torch.cat(
-            (
-                rms_norm(embedded, module.embedding_norm, eps),
-                rms_norm(hidden, module.hidden_norm, eps),
-            ),
-            dim=-1,
-        )
-        x = linear(joined, module.fc)
+        norms = ((embedded, module.embedding_norm), (hidden, module.hidden_norm))
+        x = linear(self._join(norms, kernels), module.fc)
         layer = module.layer
         assert isinstance(layer.mixer, AttentionWeights)
-        normed = rms_norm(x, layer.input_norm, eps)
-        last = self.num_kv_layers - 1
-        x = x + self._attend(normed, layer.mixer, caches, last, plan)
-        return rms_norm(self._mlp(x, layer.mlp_norm, layer.mlp), module.norm, eps)
+        normed = self._norm(x, None, layer.input_norm, kernels)
+        mixed = self._attend(normed, layer.mixer, caches, self.num_kv_layers - 1, plan)
+        normed = self._norm(x, mixed, layer.mlp_norm, kernels)
+        return self._norm(x, feed_forward(normed, layer.mlp), module.norm, kernels)
 
     def logits(self, hidden_rows: Tensor) -> Tensor:
         """Apply the head.
@@ -276,7 +273,10 @@ class Qwen35Model:
             if with_states:
                 delta = plan_states(batch, rows, 0, caches.groups[0], config.conv_kernel)
         step = AttentionStep(
-            slots=batch.kv_slot_mapping, cos=cos, signed_sin=signed_sin, plan=attention
+            slots=batch.kv_slot_mapping,
+            cos=cos,
+            signed_sin=signed_sin,
+            plan=attention,
         )
         return _StepPlan(attention=step, delta=delta)
 
@@ -296,5 +296,23 @@ class Qwen35Model:
         kv = (caches.k[kv_layer], caches.v[kv_layer])
         return gated_attention(normed, weights, kv, plan.attention, self.config.rms_norm_eps)
 
-    def _mlp(self, hidden: Tensor, norm: Tensor, weights: MlpWeights | MoeWeights) -> Tensor:
-        return hidden + feed_forward(rms_norm(hidden, norm, self.config.rms_norm_eps), weights)
+    def _norm(
+        self, hidden: Tensor, added: Tensor | None, scale: Tensor, kernels: Kernels
+    ) -> Tensor:
+        """Add to the hidden states, in place, if there is anything to add; return their norm."""
+        eps = self.config.rms_norm_eps
+        if kernels == "triton":
+            return add_rms_norm(hidden, added, scale, eps)
+        if added is not None:
+            hidden.add_(added)
+        return rms_norm(hidden, scale, eps)
+
+    def _join(self, parts: Sequence[tuple[Tensor, Tensor]], kernels: Kernels) -> Tensor:
+        """Return the norms of tensors [T, C] with their scales [C], side by side."""
+        if kernels == "torch":
+            return torch.cat([self._norm(x, None, scale, kernels) for x, scale in parts], dim=-1)
+        rows, width = parts[0][0].shape
+        joined = parts[0][0].new_empty(rows, len(parts), width)
+        for place, (x, scale) in enumerate(parts):
+            add_rms_norm(x, None, scale, self.config.rms_norm_eps, out=joined[:, place])
+        return joined.flatten(1)

@@ -1,7 +1,7 @@
 """Compiles kernels for Hopper (sm_90a) on a machine without a GPU, and reads what came out.
 
 Compiling needs Triton's interpreter off and Triton looks only once, so it happens in a process of
-its own: tests call `compile_kernel`, which runs ``python -m headrace.ops.aot``.
+its own: tests call `compile_kernel` or `compile_kernels`, which run ``python -m headrace.ops.aot``.
 """
 
 from __future__ import annotations
@@ -132,10 +132,19 @@ def compile_kernel(spec: KernelSpec, *, timeout_s: float = 240) -> Compiled:
     Raises:
         CompileError: With the compiler's message.
     """
+    return compile_kernels([spec], timeout_s=timeout_s)[0]
+
+
+def compile_kernels(specs: Sequence[KernelSpec], *, timeout_s: float = 240) -> list[Compiled]:
+    """Compile kernels in one process of their own: most of the time is its start.
+
+    Raises:
+        CompileError: With the compiler's message.
+    """
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run(
         [sys.executable, "-m", "headrace.ops.aot"],
-        input=json.dumps(asdict(spec)),
+        input=json.dumps([asdict(spec) for spec in specs]),
         env=environment,
         capture_output=True,
         text=True,
@@ -143,8 +152,9 @@ def compile_kernel(spec: KernelSpec, *, timeout_s: float = 240) -> Compiled:
         check=False,
     )
     if done.returncode:
-        raise CompileError(f"{spec.kernel} does not compile:\n{done.stderr[-4000:]}")
-    return Compiled(**json.loads(done.stdout))
+        names = ", ".join(spec.kernel for spec in specs)
+        raise CompileError(f"{names} does not compile:\n{done.stderr[-4000:]}")
+    return [Compiled(**made) for made in json.loads(done.stdout)]
 
 
 def _compile(spec: Json) -> Compiled:
@@ -241,4 +251,4 @@ def _disassemble(binary: bytes) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(asdict(_compile(json.load(sys.stdin)))))
+    sys.stdout.write(json.dumps([asdict(_compile(spec)) for spec in json.load(sys.stdin)]))

@@ -116,9 +116,8 @@ def test_heads_that_do_not_fit_are_refused() -> None:
         paged_decode(**case)
 
 
-@pytest.mark.parametrize(
-    "head_dim", [*(pytest.param(d, marks=pytest.mark.full) for d in (64, 128)), 256]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_the_kernel_compiles_for_hopper_with_tensor_cores_and_without_spills(
     head_dim: int,
 ) -> None:
