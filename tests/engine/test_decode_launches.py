@@ -113,6 +113,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
     # After the plugin's settings.
     from headrace.ops.add_rms_norm import fused as norm  # noqa: PLC0415
     from headrace.ops.gated_delta_decode import fused as mixer  # noqa: PLC0415
+    from headrace.ops.gated_product import fused as product  # noqa: PLC0415
     from headrace.ops.paged_decode import fused as attention  # noqa: PLC0415
     from headrace.ops.state_columns import fused as columns  # noqa: PLC0415
 
@@ -122,7 +123,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
         assert 0 not in grid
         specs.append(spec_of(kernel, args, options))
 
-    for module in (norm, mixer, attention):
+    for module in (norm, mixer, product, attention):
         monkeypatch.setattr(module, "launch_kernel", launch)
     # Its tuples nobody compiles here; and tensors without memory have no addresses to compare.
     monkeypatch.setattr(columns, "launch_kernel", lambda *_, **__: None)
@@ -201,7 +202,7 @@ def test_launches_of_a_decode_step_ask_the_device_for_nothing(
     assert {name for name in ops if name.startswith("draft")} == names
     kernels = {spec.kernel.partition(":")[2] for spec in launched}
     assert kernels == {
-        "add_rms_norm_kernel",
+        "add_rms_norm_kernel", "gated_product_kernel",
         "gated_delta_decode_kernel", "paged_decode_kernel", "combine_splits_kernel",
     }
 
@@ -286,8 +287,11 @@ def test_a_layer_launches_one_kernel_or_a_few(
     # Of four layers, each with two norms and one MLP or more, one attends. The last norm is the
     # model's.
     assert sum("add_rms_norm" in spec.kernel for spec in launched) == 2 * 4 + 1
-    # All layers use the same machine code: norms with an addition and without.
-    assert len(specs) == phases + 2 + 2
+    assert sum("gated_product" in spec.kernel for spec in launched) >= 4 + 1
+    # All layers use the same machine code: norms with an addition and without, gates by
+    # silu and by sigmoid.
+    inner = {spec.constants["WIDTH"] for spec in launched if "gated_product" in spec.kernel}
+    assert len(specs) == phases + 2 + 2 + len(inner)
 
 
 @pytest.mark.full
@@ -329,7 +333,7 @@ def test_all_but_the_mixer_compile_for_hopper(path: Path, launched: list[KernelS
     """The mixer takes longer than all others together, and has such tests of its own."""
     specs = specs_of_shape(path, "replay", 128, 1, "float32", launched)
     specs = [spec for spec in specs if "gated_delta_decode" not in spec.kernel]
-    assert len(specs) >= 4
+    assert len(specs) >= 6
     for spec, compiled in assert_compiles(specs).items():
         if "paged_decode" not in spec:
             loads = [name for name in compiled.instructions if name.startswith("LDG")]

@@ -196,7 +196,7 @@ def test_kernels_give_what_pytorch_operations_give(
     runtime, worker = engine.parts.runtime, engine.worker
     assert runtime.finish() == ()
     assert {launch.kernel for launch in race_detector.launches} == {
-        "add_rms_norm_kernel",
+        "add_rms_norm_kernel", "gated_product_kernel",
         "gated_delta_decode_kernel", "paged_decode_kernel", "combine_splits_kernel",
     }
     # What the kernels do is part of what their launch declares. Blocks 0 are no one's.

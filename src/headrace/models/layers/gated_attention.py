@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from headrace.models.layers.attention_plan import AttentionPlan, attend
 from headrace.ops.activations import sigmoid
+from headrace.ops.gated_product import sigmoid_product_
 from headrace.ops.linear import linear
 from headrace.ops.paged_attention import write_kv
 from headrace.ops.rms_norm import rms_norm
@@ -14,6 +15,8 @@ from headrace.ops.rotary import rotate_
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from headrace.models.batch import Kernels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -39,12 +42,14 @@ class AttentionStep:
         slots: Where each packed token's key and value go, [T] i64; 0 is nowhere.
         cos, signed_sin: Rotary factors of each packed token, both [T, 1, r] f32.
         plan: The step's indices.
+        kernels: What computes the gates.
     """
 
     slots: Tensor
     cos: Tensor
     signed_sin: Tensor
     plan: AttentionPlan
+    kernels: Kernels
 
 
 def gated_attention(
@@ -77,4 +82,6 @@ def gated_attention(
     query, key = rotated.split_with_sizes((num_heads, num_kv_heads), 1)
     write_kv(k_pool, v_pool, key, value.view(-1, num_kv_heads, head_dim), step.slots)
     out = attend(query, k_pool, v_pool, step.plan)
-    return linear(out.view(-1, q_cols).mul_(sigmoid(gate)), weights.out_proj)
+    out = out.view(-1, q_cols)
+    gated = sigmoid_product_(out, gate) if step.kernels == "triton" else out.mul_(sigmoid(gate))
+    return linear(gated, weights.out_proj)

@@ -6,17 +6,28 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from headrace.ops.activations import gelu_mul, relu2, silu_mul
+from headrace.ops.gated_product import silu_product
 from headrace.ops.linear import linear
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
+    from headrace.models.batch import Kernels
     from headrace.models.checkpoint import CheckedTensors, Shapes
 
 Activation = Literal["silu_mul", "gelu_mul", "relu2"]
 """Between the products: the first half of the columns gates the second, or each is squared."""
 
-ACTIVATIONS = {"silu_mul": silu_mul, "gelu_mul": gelu_mul, "relu2": relu2}
+_ACTIVATIONS = {"silu_mul": silu_mul, "gelu_mul": gelu_mul, "relu2": relu2}
+
+
+def activation(name: Activation, kernels: Kernels) -> Callable[[Tensor], Tensor]:
+    """Return what computes an activation; without a kernel for it, PyTorch operations."""
+    if kernels == "triton" and name == "silu_mul":
+        return silu_product
+    return _ACTIVATIONS[name]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -34,9 +45,9 @@ class MlpWeights:
     activation: Activation = "silu_mul"
 
 
-def mlp(x: Tensor, weights: MlpWeights) -> Tensor:
+def mlp(x: Tensor, weights: MlpWeights, kernels: Kernels = "torch") -> Tensor:
     """Return down(activation(gate_up(x))), [T, C]; with a gate silu(gate(x)) * up(x) or alike."""
-    activate = ACTIVATIONS[weights.activation]
+    activate = activation(weights.activation, kernels)
     return linear(activate(linear(x, weights.gate_up)), weights.down)
 
 

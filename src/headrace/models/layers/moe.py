@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from headrace.models.layers.mlp import ACTIVATIONS, Activation, MlpWeights, mlp
+from headrace.models.layers.mlp import Activation, MlpWeights, activation, mlp
 from headrace.ops.activations import sigmoid
 from headrace.ops.grouped_experts import grouped_experts
 from headrace.ops.linear import linear
@@ -15,6 +15,7 @@ from headrace.ops.linear import linear
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from headrace.models.batch import Kernels
     from headrace.models.checkpoint import CheckedTensors
 
 
@@ -95,7 +96,7 @@ def load_experts(
     return gate_up, source.stack(*((f"{own}{down}.weight",) for own in owns))
 
 
-def feed_forward(x: Tensor, weights: MlpWeights | MoeWeights) -> Tensor:
+def feed_forward(x: Tensor, weights: MlpWeights | MoeWeights, kernels: Kernels = "torch") -> Tensor:
     """Run the block over normed hidden states.
 
     A mixture sends each token through the k experts with the highest scores, weighs their outputs
@@ -104,21 +105,22 @@ def feed_forward(x: Tensor, weights: MlpWeights | MoeWeights) -> Tensor:
     Args:
         x: [T, C].
         weights: The layer's.
+        kernels: What computes between the products.
 
     Returns:
         [T, C].
     """
     if isinstance(weights, MlpWeights):
-        return mlp(x, weights)
+        return mlp(x, weights, kernels)
     chosen, factors = _route(x, weights)
     inputs = x if weights.latent is None else linear(x, weights.latent[0])
-    activate = ACTIVATIONS[weights.activation]
+    activate = activation(weights.activation, kernels)
     out = grouped_experts(inputs, weights.gate_up, weights.down, chosen, factors, activate)
     if weights.latent is not None:
         out = linear(out, weights.latent[1])
     if weights.shared is None:
         return out
-    shared = mlp(x, weights.shared)
+    shared = mlp(x, weights.shared, kernels)
     if weights.shared_gate is not None:
         shared = shared * sigmoid(linear(x, weights.shared_gate))
     return out + shared
