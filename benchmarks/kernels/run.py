@@ -1,6 +1,6 @@
 """The fused kernels on a GPU: right, and how far from what the memory allows.
 
-    python benchmarks/kernels/run.py [--json FILE] [--quick]
+    python benchmarks/kernels/run.py [--json FILE] [--quick] [--only fusions]
 
 For the Qwen3.5-4B shape (24 Gated DeltaNet layers, 16 key and 32 value heads of 128, 3 drafts at
 most). Times are medians over replays of a graph that launches the kernel once for each of the
@@ -16,13 +16,14 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from fusions import bench_fusions, check_fusions
+from timing import copy_rate, time_us
 
 from headrace.ops.gated_delta_decode import MixerWeights, Ring, fused, reference
 from headrace.ops.paged_decode import fused as attention
@@ -32,8 +33,6 @@ from headrace.ops.state_columns import fused as fused_columns
 from headrace.ops.state_columns import reference as reference_columns
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
 HK, HV, K, V, TAPS, DRAFTS = 16, 32, 128, 128, 4, 3
@@ -61,37 +60,6 @@ class Replay:
     write_block: Tensor
     write_len: Tensor
     ring_block: Tensor
-
-
-def time_us(run: Callable[[], None], *, repeats: int = 12) -> float:
-    """Median time of a captured graph of what `run` launches."""
-    # What the inputs are made by must be done before another stream reads them.
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return statistics.median(times)
-
-
-def copy_rate() -> float:
-    """Bytes read and written per second by a large copy."""
-    a = torch.empty(1 << 30, dtype=torch.int32, device="cuda").random_()
-    b = torch.empty_like(a)
-    # A kernel and not a copy: graphs hand copies to an engine that reaches 2.8 TB/s only.
-    return 2 * a.numel() * 4 / (time_us(lambda: torch.neg(a, out=b)) * 1e-6)
 
 
 def weights(device: str, heads: tuple[int, int], dtype: torch.dtype) -> MixerWeights:
@@ -410,21 +378,33 @@ def bench_attention(rate: float) -> list[dict[str, Any]]:
     return results
 
 
+PARTS = ("attention", "columns", "decode", "fusions")
+
+
 def main() -> None:
-    """Run everything and print JSON."""
+    """Run what is asked for and print JSON; 1 if a kernel errs more than it may."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--only", choices=PARTS, help="one part instead of all")
     options = parser.parse_args()
     import triton  # noqa: PLC0415
 
     torch.manual_seed(0)
-    checks = check_columns() + check_decode()
+    parts = PARTS if options.only is None else (options.only,)
+    checkers = {"columns": check_columns, "decode": check_decode, "fusions": check_fusions}
+    checks = [row for part, check in checkers.items() if part in parts for row in check()]
     rate = copy_rate()
     print(json.dumps({"copy_tb_per_s": round(rate / 1e12, 3)}), flush=True)
-    rows = bench_attention(rate) + bench_columns(rate) + bench_decode(rate, quick=options.quick)
+    benches = {
+        "attention": lambda: bench_attention(rate),
+        "columns": lambda: bench_columns(rate),
+        "decode": lambda: bench_decode(rate, quick=options.quick),
+        "fusions": lambda: bench_fusions(rate),
+    }
+    rows = [row for part in parts for row in benches[part]()]
     report = {
-        "command": "python benchmarks/kernels/run.py",
+        "command": " ".join(("python benchmarks/kernels/run.py", *sys.argv[1:])),
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -432,13 +412,15 @@ def main() -> None:
         },
         "device": torch.cuda.get_device_name(),
         "copy_bytes_per_s": rate,
-        "model": "Qwen3.5-4B shape, one Gated DeltaNet layer",
+        "model": "Qwen3.5-4B shape, one layer",
         "checks": checks,
         "rows": rows,
     }
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
-    sys.stdout.write(f"{len(rows)} rows\n")
+    failed = [row["case"] for row in checks if row.get("passed") is False]
+    sys.stdout.write(f"{len(rows)} rows, {len(checks)} checks, failed: {failed or 'none'}\n")
+    sys.exit(1 if failed else 0)
 
 
 if __name__ == "__main__":

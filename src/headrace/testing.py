@@ -18,7 +18,13 @@ import torch
 
 from headrace.models.config import ModelConfig
 from headrace.models.registry import model_class
-from headrace.ops import add_rms_norm, gated_delta_decode, gated_product, paged_decode
+from headrace.ops import (
+    add_rms_norm,
+    attention_inputs,
+    gated_delta_decode,
+    gated_product,
+    paged_decode,
+)
 from headrace.tiny_configs import CONFIGS
 
 if TYPE_CHECKING:
@@ -43,7 +49,7 @@ VARIANT_B_X_PROJ_STD = 0.4
 """Of Mamba-1's projection to B and C: what the state gives is quadratic in it."""
 
 
-KERNEL_OPS = (add_rms_norm, gated_delta_decode, gated_product, paged_decode)
+KERNEL_OPS = (add_rms_norm, attention_inputs, gated_delta_decode, gated_product, paged_decode)
 """Operations that a model takes where `kernels` is triton; each decides by its `can_launch`."""
 
 KERNEL_SIZES: dict[str, Any] = {"linear_value_head_dim": 16}

@@ -112,6 +112,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
     pytest.importorskip("triton")
     # After the plugin's settings.
     from headrace.ops.add_rms_norm import fused as norm  # noqa: PLC0415
+    from headrace.ops.attention_inputs import fused as heads  # noqa: PLC0415
     from headrace.ops.gated_delta_decode import fused as mixer  # noqa: PLC0415
     from headrace.ops.gated_product import fused as product  # noqa: PLC0415
     from headrace.ops.paged_decode import fused as attention  # noqa: PLC0415
@@ -123,7 +124,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
         assert 0 not in grid
         specs.append(spec_of(kernel, args, options))
 
-    for module in (norm, mixer, product, attention):
+    for module in (norm, heads, mixer, product, attention):
         monkeypatch.setattr(module, "launch_kernel", launch)
     # Its tuples nobody compiles here; and tensors without memory have no addresses to compare.
     monkeypatch.setattr(columns, "launch_kernel", lambda *_, **__: None)
@@ -202,7 +203,7 @@ def test_launches_of_a_decode_step_ask_the_device_for_nothing(
     assert {name for name in ops if name.startswith("draft")} == names
     kernels = {spec.kernel.partition(":")[2] for spec in launched}
     assert kernels == {
-        "add_rms_norm_kernel", "gated_product_kernel",
+        "add_rms_norm_kernel", "attention_inputs_kernel", "gated_product_kernel",
         "gated_delta_decode_kernel", "paged_decode_kernel", "combine_splits_kernel",
     }
 
@@ -287,11 +288,12 @@ def test_a_layer_launches_one_kernel_or_a_few(
     # Of four layers, each with two norms and one MLP or more, one attends. The last norm is the
     # model's.
     assert sum("add_rms_norm" in spec.kernel for spec in launched) == 2 * 4 + 1
+    assert sum("attention_inputs" in spec.kernel for spec in launched) == 1
     assert sum("gated_product" in spec.kernel for spec in launched) >= 4 + 1
-    # All layers use the same machine code: norms with an addition and without, gates by
-    # silu and by sigmoid.
+    # All layers use the same machine code: norms with an addition and without, inputs of
+    # attention, gates by silu and by sigmoid.
     inner = {spec.constants["WIDTH"] for spec in launched if "gated_product" in spec.kernel}
-    assert len(specs) == phases + 2 + 2 + len(inner)
+    assert len(specs) == phases + 2 + 2 + 1 + len(inner)
 
 
 @pytest.mark.full

@@ -196,12 +196,12 @@ def test_kernels_give_what_pytorch_operations_give(
     runtime, worker = engine.parts.runtime, engine.worker
     assert runtime.finish() == ()
     assert {launch.kernel for launch in race_detector.launches} == {
-        "add_rms_norm_kernel", "gated_product_kernel",
+        "add_rms_norm_kernel", "attention_inputs_kernel", "gated_product_kernel",
         "gated_delta_decode_kernel", "paged_decode_kernel", "combine_splits_kernel",
     }
     # What the kernels do is part of what their launch declares. Blocks 0 are no one's.
-    effects = dict.fromkeys(("k", "v", "inputs", "work"), Effect.READ)
-    effects |= dict.fromkeys(("states", "rings"), Effect.READ_WRITE)
+    effects = dict.fromkeys(("inputs", "work"), Effect.READ)
+    effects |= dict.fromkeys(("k", "v", "states", "rings"), Effect.READ_WRITE)
     assert all(effect in launches.forward.effects[name] for name, effect in effects.items())
     pools = worker.pools
     arguments: dict[str, Any] = {

@@ -24,7 +24,11 @@ ROW_TILE = 16
 """Rows of every matrix product on the CPU; T is a multiple of it."""
 
 Kernels = Literal["torch", "triton"]
-"""What computes the generating rows of a step: PyTorch operations, or fused kernels."""
+"""What computes the generating rows of a step: PyTorch operations, or fused kernels.
+
+With "triton", operations on single tokens are kernels for all tokens of a step, in every step: so a
+prompt's bits do not depend on whether a generating row is beside it.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from headrace.models.layers.attention_plan import AttentionPlan, attend
 from headrace.ops.activations import sigmoid
+from headrace.ops.attention_inputs import attention_inputs
 from headrace.ops.gated_product import sigmoid_product_
 from headrace.ops.linear import linear
 from headrace.ops.paged_attention import write_kv
@@ -42,7 +43,7 @@ class AttentionStep:
         slots: Where each packed token's key and value go, [T] i64; 0 is nowhere.
         cos, signed_sin: Rotary factors of each packed token, both [T, 1, r] f32.
         plan: The step's indices.
-        kernels: What computes the gates.
+        kernels: What computes between the projections and the attention.
     """
 
     slots: Tensor
@@ -76,12 +77,23 @@ def gated_attention(
     num_heads = weights.head_scale.shape[0] - num_kv_heads
     q_cols, kv_cols = num_heads * head_dim, num_kv_heads * head_dim
     projected = linear(x, weights.in_proj)
+    if step.kernels == "triton":
+        query = attention_inputs(
+            projected,
+            weights.head_scale,
+            step.cos,
+            step.signed_sin,
+            step.slots,
+            k_pool,
+            v_pool,
+            eps,
+        )
+        out = attend(query, k_pool, v_pool, step.plan).view(-1, q_cols)
+        return linear(sigmoid_product_(out, projected[:, -q_cols:]), weights.out_proj)
     heads, value, gate = projected.split_with_sizes((q_cols + kv_cols, kv_cols, q_cols), -1)
     normed = rms_norm(heads.view(-1, num_heads + num_kv_heads, head_dim), weights.head_scale, eps)
     rotated = rotate_(normed, step.cos, step.signed_sin)
     query, key = rotated.split_with_sizes((num_heads, num_kv_heads), 1)
     write_kv(k_pool, v_pool, key, value.view(-1, num_kv_heads, head_dim), step.slots)
     out = attend(query, k_pool, v_pool, step.plan)
-    out = out.view(-1, q_cols)
-    gated = sigmoid_product_(out, gate) if step.kernels == "triton" else out.mul_(sigmoid(gate))
-    return linear(gated, weights.out_proj)
+    return linear(out.view(-1, q_cols).mul_(sigmoid(gate)), weights.out_proj)
