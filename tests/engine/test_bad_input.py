@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from headrace import LLM, SamplingParams
 from headrace.config import EngineConfig
+from headrace.engine.load import load_parts
 from headrace.errors import (
     ConfigError,
     EngineDeadError,
@@ -23,6 +24,7 @@ from headrace.errors import (
     UnsupportedModelError,
     WeightsError,
 )
+from headrace.testing import tiny_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -388,6 +390,25 @@ def test_after_shutdown_nothing_is_answered() -> None:
         with pytest.raises(EngineDeadError, match=r"was shut down .* make a new one"):
             ask([1, 2, 3], OK)
     assert_balanced(llm.engine)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_model_len": 4097}, "max_model_len is 4097 but the model was made for 4096 tokens"),
+        ({"num_kv_blocks": 20}, "max_model_len is 288, as memory has no room for one sequence of"),
+        ({"max_model_len": 4096}, None),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_a_length_that_is_not_the_models_own_is_told(
+    options: dict[str, Any], said: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes: dict[str, Any] = {"num_kv_blocks": 300, "speculative": "none", "max_num_seqs": 1}
+    load_parts(EngineConfig(**(sizes | options)), model=tiny_model())
+    told = [record.message for record in caplog.records if "max_model_len" in record.message]
+    assert (said is None and not told) or (len(told) == 1 and told[0].startswith(str(said)))
 
 
 def test_an_unknown_backend_is_a_wrong_setting() -> None:

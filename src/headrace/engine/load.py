@@ -128,6 +128,13 @@ def load_parts(
     is_captured = resolve_graphs(config, has_kernels=has_kernels)
     config = replace(config, graphs="on" if is_captured else "off")
     max_model_len = config.max_model_len or model_config.max_position_embeddings
+    own = model_config.max_position_embeddings
+    # Without attention there are no positions to leave behind.
+    if max_model_len > own and model.num_kv_layers:
+        _LOG.warning(
+            "max_model_len is %d but the model was made for %d tokens; answers beyond those may be "
+            "worth nothing", max_model_len, own,
+        )
     scheme = _scheme(config, speculation, max_model_len, device, model.state_groups(0))
     sizes, max_model_len = _sizes(
         config, model, draft_model, scheme, speculation.num_drafts, max_model_len, device
@@ -644,6 +651,10 @@ def _sizes(
                 f"one sequence of max_model_len {max_model_len} needs {blocks_per_sequence} KV "
                 f"blocks but the pool has {num_kv - 1}; {', or '.join(remedies)}"
             )
+        _LOG.warning(
+            "max_model_len is %d, as memory has no room for one sequence of the model's own %d; "
+            "give the pool more memory for longer ones", fits, max_model_len,
+        )
         max_model_len = fits
     if num_states - 1 < scheme.max_blocks() + 1:
         raise ConfigError(
