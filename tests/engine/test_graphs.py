@@ -330,6 +330,37 @@ def test_an_empty_place_of_a_captured_step_is_never_a_second_capture() -> None:
     assert graphs.num_replays >= 27
 
 
+def test_a_captured_size_stands_in_for_those_that_pass_by(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows end one after another; what is left runs as four rows until it is worth a capture."""
+    monkeypatch.setattr(step_graphs, "PATIENCE", 3)
+    monkeypatch.setattr(step_graphs, "MOST_PADDING", 4)
+    model = small_model(0)
+    engine = engine_with_graphs(model, "none", "replay", async_scheduling=False)
+    graphs = engine.worker.graphs
+    assert graphs is not None
+    used: list[int] = []
+    run = graphs.run
+
+    def note(part: str, size: Any, kind: Any, enqueue: Any) -> None:  # noqa: ANN401
+        used.append(size[0])
+        run(part, size, kind, enqueue)
+
+    monkeypatch.setattr(graphs, "run", note)
+    jobs = [
+        solve(model, Job([7 + n] * 5, replace(GREEDY, logprobs=None, max_tokens=tokens)))
+        for n, tokens in enumerate((5, 7, 9, 18))
+    ]
+    for job, output in zip(jobs, drive(engine, jobs), strict=True):
+        assert job.run is not None
+        assert output.outputs[0].token_ids == job.run.tokens
+    # Four rows, then three and two; one row has its own size after three steps. It is launched
+    # first, then captured.
+    assert used == [4] * 8 + [4] * 3 + [1] * 6
+    assert sorted(key[1][0] for key in graphs._graphs) == [1, 4]
+
+
 # Settings ---------------------------------------------------------------------------------------
 
 

@@ -241,6 +241,7 @@ class Bench:
             "host_waits_per_step": last.host_waits / max(1, last.steps),
             "device_waits_share": _share(last.device_waits, last.steady_steps),
             "preemptions": last.preemptions,
+            "graphs": last.graphs,
             "repeats": len(runs),
             "floor_tokens_per_s": None,
             "share_of_floor": None,

@@ -35,6 +35,8 @@ class Round:
         device_waits: Steps before which the device had run dry; None where that is not known.
         steady_steps: Steps that could be told.
         preemptions: Sequences that had to give their memory back.
+        graphs: Captured steps, or parts of one: launched (their size's first time), captured and
+            replayed; None without graphs.
     """
 
     seconds: float = 0.0
@@ -52,6 +54,7 @@ class Round:
     device_waits: int | None = None
     steady_steps: int = 0
     preemptions: int = 0
+    graphs: dict[str, int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +113,9 @@ def run_round(
     result.preemptions = after["preemptions"] - before["preemptions"]
     for name, values in (("drafted", result.drafted), ("accepted", result.accepted)):
         values.extend(b - a for a, b in zip(before[name], after[name], strict=True))
+    if after["graphs"]:
+        result.graphs = {name: after["graphs"][name] - before["graphs"][name]
+                         for name in after["graphs"]}
     result.device_waits, result.steady_steps = waits.num_waits, waits.num_steps
     return result
 
@@ -189,7 +195,12 @@ def _note_end(output: RequestOutput, stream: _Stream, result: Round, offset: flo
 
 
 def _counts(engine: Engine) -> dict[str, Any]:
+    graphs = engine.worker.graphs
     return {
+        "graphs": {} if graphs is None else {
+            "launched": graphs.num_launches, "captured": graphs.num_captures,
+            "replayed": graphs.num_replays,
+        },
         "steps": engine.worker.num_steps,
         "host_waits": engine.parts.runtime.stats.syncs,
         "preemptions": engine.scheduler.num_preemptions,

@@ -371,22 +371,20 @@ def graph_inputs_on_a_side_stream(engine: Engine, faulty: bool) -> None:  # noqa
 
 @_fault(
     "engine-padding-with-a-live-row", "V", (WRONG,), graphs="on", speculative="none",
-    batch_layout="slots", sites=("src/headrace/worker/graphs.py in StepGraphs.padding",
+    batch_layout="slots", sites=("src/headrace/worker/graphs.py in StepGraphs.fill",
                                  "src/headrace/worker/launches.py in verify"),
 )
 def padding_with_a_live_row(engine: Engine, faulty: bool) -> None:  # noqa: FBT001
     """Rows of padding have the carry row of the first slot, whose counts they write too."""
     graphs = engine.worker.graphs
     assert graphs is not None
-    padding = graphs.padding
+    fill = graphs.fill
 
-    def detour(output: Any) -> Any:  # noqa: ANN401
-        made = padding(output)
-        if made is None:
-            return None
+    def detour(verify: Any, kind: Any) -> Any:  # noqa: ANN401
+        made = fill(verify, kind)
         return replace(made, null_row=0 if faulty else made.null_row)
 
-    graphs.padding = detour  # type: ignore[method-assign]
+    graphs.fill = detour  # type: ignore[method-assign]
 
 
 @_fault(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -14,7 +15,7 @@ from headrace.rt.landings import LandingPool, LeasedLanding, LeasedPart
 from headrace.rt.runtime import Runtime
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from torch import Tensor
 
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
     from headrace.rt.frames import HostMemory
     from headrace.rt.graphs import Graph, Rows
     from headrace.rt.streams import Event, Stream
+
+
+SPARE_BYTES = 2 << 30
+"""Free device memory below which a capture gives cached memory back first."""
 
 
 class CudaRuntime(Runtime):
@@ -144,17 +149,28 @@ class CudaRuntime(Runtime):
             torch.empty(num_bytes, dtype=torch.uint8, device=self.device).zero_()
         self._reservations.append(native)
 
-    def _capture(self, native: torch.cuda.CUDAGraph, stream: Stream) -> torch.cuda.graph:
-        """Everything of this thread that is enqueued inside goes into the graph."""
+    @contextmanager
+    def _capture(self, native: torch.cuda.CUDAGraph, stream: Stream) -> Iterator[None]:
+        """Everything of this thread that is enqueued inside goes into the graph.
+
+        `torch.cuda.graph` would wait for the device and give all cached memory back each time. The
+        device may go on with what it has meanwhile, and only where memory is short is it given
+        back: inside a capture the allocator cannot.
+        """
         if self._graph_memory is None:
             self._graph_memory = torch.cuda.graph_pool_handle()
-        self.synchronize()
-        return torch.cuda.graph(
-            native,
-            pool=self._graph_memory,
-            stream=cast("torch.cuda.Stream", stream.native),
-            capture_error_mode="thread_local",
-        )
+        if torch.cuda.mem_get_info(self.device)[0] < SPARE_BYTES:
+            torch.cuda.empty_cache()
+        self.use(stream)
+        native.capture_begin(pool=self._graph_memory, capture_error_mode="thread_local")
+        try:
+            yield
+        except BaseException:
+            # What went wrong inside is the error, not that the capture cannot be ended after it.
+            with suppress(RuntimeError):
+                native.capture_end()
+            raise
+        native.capture_end()
 
     def replay_graph(self, graph: Graph, stream: Stream, rows: Rows) -> None:
         """Replay the CUDA graph."""

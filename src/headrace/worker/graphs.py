@@ -14,12 +14,15 @@ graph.out.*   | as frame.out.* | verify, save, land_drafts       | copy_fields, 
 
 A size is launched one by one at first, which compiles its kernels and makes whatever is made once;
 at its second use it is captured, on the stream that it was launched on, and replayed from then on.
+Where a larger size is captured already it stands in for a while: sizes that only pass by are not
+captured.
 Where tokens are chosen in a special way (sampled, with rules, masks or log-probabilities), `verify`
 is launched between two captured parts. Steps with prompts are not captured.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -35,15 +38,24 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace.worker.buffers import WorkerSizes
-    from headrace.worker.step import SchedulerOutput
+    from headrace.worker.step import VerifyPlan
 
-    Key = tuple[str, int, *tuple[Hashable, ...]]
+    Size = tuple[int, int, int]
+    Kind = tuple[Hashable, ...]
+    Key = tuple[str, Size, Kind]
 
 FIRST_LENGTH = 512
 """Tokens that the shortest captured step has room for in each sequence: one split of its attention.
 
 Longer ones double, so that a growing sequence meets few sizes.
 """
+
+MOST_PADDING = 2
+"""A captured step of so many times the tokens may stand in for one that is not captured."""
+
+PATIENCE = 16
+"""Steps of a size for which a larger one stands in; then it is captured: that takes as long as a
+few steps, and the ends of a batch's sequences go through many sizes."""
 
 _FINE, _MIDDLE = 32, 128
 
@@ -63,6 +75,7 @@ class Padding:
 
     Attributes:
         num_rows: Rows.
+        query_len: Tokens of each, Q.
         kv_width: Columns of the KV tables.
         state_width: Columns of the state tables.
         max_seq_len: Tokens of the longest sequence that its KV tables have room for.
@@ -70,6 +83,7 @@ class Padding:
     """
 
     num_rows: int
+    query_len: int
     kv_width: int
     state_width: int
     max_seq_len: int
@@ -101,7 +115,8 @@ class StepGraphs:
     Attributes:
         inputs, outputs: Static memory, by field.
         counts: Static counts of the compact layout, which launches are handed as carry.
-        num_replays: Steps, or parts of one, that were replayed.
+        num_launches, num_captures, num_replays: Steps, or parts of one, that were launched one by
+            one, captured, and replayed.
     """
 
     def __init__(
@@ -119,7 +134,9 @@ class StepGraphs:
         self._row_sizes = row_sizes(sizes.max_num_seqs)
         self._launched: set[Key] = set()
         self._graphs: dict[Key, rt.Graph] = {}
-        self.num_replays = 0
+        self._captured: dict[Kind, set[Size]] = {}
+        self._wanted: Counter[tuple[Kind, Size]] = Counter()
+        self.num_launches = self.num_captures = self.num_replays = 0
         fields = input_fields(sizes, num_tables)
         # Read by a launch that is not captured.
         del fields["row_map"]
@@ -140,24 +157,52 @@ class StepGraphs:
             for name, field in fields.items()
         })
 
-    def padding(self, output: SchedulerOutput) -> Padding | None:
-        """What a step is filled up to, or None if it is not one of generating rows alone."""
-        verify = output.verify
-        if verify is None or output.known or output.copies:
-            return None
+    def fill(self, verify: VerifyPlan, kind: Kind) -> Padding:
+        """What a step of generating rows alone is filled up to.
+
+        Its own size, unless a larger one is captured and its own is not: that is replayed until its
+        own has been wanted often enough to be worth its capture.
+
+        Args:
+            verify: The rows.
+            kind: Everything else that its launches depend on.
+        """
         sizes = self._sizes
         count = len(verify.seq_ids)
         length, wanted = FIRST_LENGTH, verify.max_seq_len + sizes.max_drafts
         while length < wanted:
             length *= 2
-        kv_width = min(-(-length // sizes.block_size), sizes.table_width)
+        own = (
+            next(size for size in self._row_sizes if size >= count),
+            int(verify.num_drafts.max()) + 1,
+            min(-(-length // sizes.block_size), sizes.table_width),
+        )
+        num_rows, query_len, kv_width = self._choose(own, kind)
         return Padding(
-            num_rows=next(size for size in self._row_sizes if size >= count),
+            num_rows=num_rows,
+            query_len=query_len,
             kv_width=kv_width,
             max_seq_len=kv_width * sizes.block_size,
             state_width=state_columns(sizes),
             null_row=sizes.max_num_seqs,
         )
+
+    def _choose(self, own: Size, kind: Kind) -> Size:
+        """The size to use for a step of a size."""
+        captured = self._captured.setdefault(kind, set())
+        if own in captured:
+            return own
+        most = MOST_PADDING * own[0] * own[1]
+        larger = [
+            size for size in captured
+            if all(map(int.__ge__, size, own)) and size[0] * size[1] <= most
+        ]  # fmt: skip
+        if not larger:
+            return own
+        self._wanted[kind, own] += 1
+        if self._wanted[kind, own] > PATIENCE:
+            return own
+        return min(larger, key=lambda size: (size[0] * size[1], size))
 
     def load(self, frame: rt.Frame, rows: Mapping[str, int]) -> None:
         """Copy what was staged of a frame to the static inputs."""
@@ -180,31 +225,36 @@ class StepGraphs:
             target=tuple(wanted.values()),
         )  # fmt: skip
 
-    def _captured(self, key: Key, enqueue: Callable[[rt.Stream], None]) -> rt.Graph:
+    def run(self, part: str, size: Size, kind: Kind, enqueue: Callable[[rt.Stream], None]) -> None:
+        """Launch a part of a step, or replay it.
+
+        Args:
+            part: Which.
+            size: What the step was filled up to.
+            kind: Everything else that its launches depend on, but for the values in memory.
+            enqueue: Makes the launches, at least one, on the stream that it is given.
+        """
+        key = (part, size, kind)
+        graph = self._graphs.get(key)
+        if graph is None:
+            if key not in self._launched:
+                self._launched.add(key)
+                self.num_launches += 1
+                enqueue(self._stream)
+                return
+            graph = self._graphs[key] = self._capture(key, enqueue)
+            self._captured[kind].add(size)
+            self.num_captures += 1
+        self.num_replays += 1
+        graph.replay(self._stream)
+
+    def _capture(self, key: Key, enqueue: Callable[[rt.Stream], None]) -> rt.Graph:
         try:
             return self._runtime.graph(
                 ("step", key), enqueue, inputs=self.inputs, outputs=self.outputs, on=self._stream
             )
         except torch.OutOfMemoryError as error:
             raise ConfigError(
-                f"no memory is left to capture a step of {key[1]} rows; lower "
+                f"no memory is left to capture a step of {key[1][0]} rows; lower "
                 "gpu_memory_utilization or max_num_seqs, or use graphs off"
             ) from error
-
-    def run(self, key: Key, enqueue: Callable[[rt.Stream], None]) -> None:
-        """Launch a part of a step, or replay it.
-
-        Args:
-            key: Everything that its launches depend on but the values in memory: the part, the
-                rows, and the rest.
-            enqueue: Makes the launches, at least one, on the stream that it is given.
-        """
-        graph = self._graphs.get(key)
-        if graph is None:
-            if key not in self._launched:
-                self._launched.add(key)
-                enqueue(self._stream)
-                return
-            graph = self._graphs[key] = self._captured(key, enqueue)
-        self.num_replays += 1
-        graph.replay(self._stream)

@@ -107,7 +107,9 @@ class Stager:
         self._ints = np.zeros((slots, 2), dtype=np.int64)
         self._logprobs = np.full(slots, _NO_LOGPROBS, dtype=np.int64)
         # Most steps have the row lengths of the one before.
-        self._last: tuple[np.ndarray, int, tuple[np.ndarray, np.ndarray, np.ndarray]] | None = None
+        self._last: (
+            tuple[np.ndarray, tuple[int, int], tuple[np.ndarray, np.ndarray, np.ndarray]] | None
+        ) = None
 
     def admit(self, new: NewSequence) -> None:
         """Note how a sequence samples."""
@@ -122,6 +124,11 @@ class Stager:
         signed = seed - 2**64 if seed >= 2**63 else seed
         self._ints[new.slot] = (min(top_k, vocab), signed)
         self._logprobs[new.slot] = _NO_LOGPROBS if params.logprobs is None else params.logprobs
+
+    def is_plain(self, slots: np.ndarray) -> bool:
+        """Whether all of these sequences are greedy and want no log-probabilities."""
+        is_greedy, asks = self._floats[slots, 0] == 0.0, self._logprobs[slots] > _NO_LOGPROBS
+        return bool(is_greedy.all() and not asks.any())
 
     def wants_all(self, output: SchedulerOutput) -> bool:
         """Whether a sampling row asks for the log-probabilities of the whole vocabulary."""
@@ -255,11 +262,12 @@ class Stager:
         Tokens of padding have place -1, and places of rows of padding the last such token, which is
         no row's: there is one, since such a row stands for as many tokens as the longest one has.
         """
-        num_rows = 0 if padding is None else padding.num_rows
+        filled = (0, 0) if padding is None else (padding.num_rows, padding.query_len)
         last = self._last
-        if last is not None and last[1] == num_rows and np.array_equal(last[0], lengths):
+        if last is not None and last[1] == filled and np.array_equal(last[0], lengths):
             return last[2]
-        n, query = len(lengths), int(lengths.max())
+        num_rows = filled[0]
+        n, query = len(lengths), filled[1] or int(lengths.max())
         ends = np.cumsum(lengths)
         starts = ends - lengths
         column = np.arange(query)
@@ -273,7 +281,7 @@ class Stager:
             places = np.concatenate((places, np.full(missing, -1)))
             index = np.concatenate((index, np.full((num_rows - n, query), total - 1)))
         made = (row, places, index.reshape(-1))
-        self._last = (lengths, num_rows, made)
+        self._last = (lengths, filled, made)
         return made
 
     def _put_known(self, put: _Put, row: KnownPlan, layout: _Ragged, *, with_next: bool) -> None:
@@ -390,11 +398,12 @@ class Stager:
 
 def _padded(shape: StepShape, padding: Padding) -> StepShape:
     """Give the shape of a step of generating rows alone as it is launched with padding."""
-    tokens = padding.num_rows * shape.max_query_len
+    tokens = padding.num_rows * padding.query_len
     return replace(
         shape,
         num_verify=padding.num_rows,
         num_verify_tokens=tokens,
+        max_query_len=padding.query_len,
         num_tokens=tokens,
         num_padded=-(-tokens // ROW_TILE) * ROW_TILE,
         kv_width=padding.kv_width,

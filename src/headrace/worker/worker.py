@@ -33,10 +33,13 @@ from headrace.worker.step import PromptLogprobs, SampledTokens
 from headrace.worker.token_masks import MasksShape, MasksStage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Hashable, Iterator
 
     from headrace.models.batch import Kernels, StateGroupSpec
-    from headrace.worker.step import KnownPlan, NewSequence, SchedulerOutput
+    from headrace.worker.step import KnownPlan, NewSequence, SchedulerOutput, VerifyPlan
+
+_WHOLE, _PARTS = "whole", "parts"
+"""Kinds of captured steps: in one piece, or with the choice of tokens between two."""
 
 _SCORED_AT_ONCE = 128
 """Prompt positions whose logits are held together."""
@@ -361,15 +364,18 @@ class Worker:
             self._admit(new)
         frame = self._frames.next()
         rows = self._carry_rows(output)
-        padding = None if self.graphs is None else self.graphs.padding(output)
+        padding = kind = None
+        if self.graphs is not None and output.verify is not None and _repeats(output):
+            kind = self._kind(output, output.verify)
+            padding = self.graphs.fill(output.verify, kind)
         staged = self._stager.stage(
             frame, self._compute, output, rows, scored=self._scored.keys(), padding=padding
         )
         shape, first, stream = staged.shape, staged.first, self._compute
         logits: rt.Ticket | None
         prompts: tuple[_PromptPart, ...] = ()
-        if staged.padded is not None:
-            logits = self._repeatable_step(frame, output, rows, staged, staged.padded)
+        if staged.padded is not None and kind is not None:
+            logits = self._repeatable_step(frame, output, rows, staged, staged.padded, kind)
         else:
             place = self._place(shape, frame, rows)
             if output.copies:
@@ -401,6 +407,7 @@ class Worker:
         rows: CompactRows | None,
         staged: StagedStep,
         shape: StepShape,
+        kind: tuple[Hashable, ...],
     ) -> rt.Ticket | None:
         """Enqueue a step of generating rows alone, captured if it is not its first of the kind.
 
@@ -410,6 +417,7 @@ class Worker:
             rows: Batch rows of the compact layout.
             staged: What was staged.
             shape: Its shape, padding included.
+            kind: Everything else that its launches depend on.
 
         Returns:
             All logits, if a request asked for them.
@@ -418,37 +426,41 @@ class Worker:
         assert graphs is not None
         place = self._place(shape, frame, rows, graphs)
         graphs.load(frame, staged.rows)
-        key = (
-            shape.num_verify, shape.max_query_len, shape.kv_width, self._needs_save(shape),
-            shape.num_drafts, output.lands_drafts, self._turn, self.fixed,
-        )
+        size = shape.num_verify, shape.max_query_len, shape.kv_width
         logits = None
-        if shape.is_all_greedy and shape.num_logprobs < 0 and not self._is_special(output):
+        if kind[0] == _WHOLE:
             def enqueue(stream: rt.Stream) -> None:
                 self._compute_logits(place, stream)
                 self._verify(place, stream)
                 self._propose(place, stream, output)
 
-            graphs.run(("step", *key), enqueue)
+            graphs.run("step", size, kind, enqueue)
         else:
-            graphs.run(("logits", *key), lambda stream: self._compute_logits(place, stream))
+            graphs.run("logits", size, kind, lambda stream: self._compute_logits(place, stream))
             logits = self._choose(
                 place, self._compute, output, staged.first, staged.shape.num_samples
             )
             if self._needs_save(shape) or self.drafter != "none" or output.lands_drafts:
                 graphs.run(
-                    ("drafts", *key), lambda stream: self._propose(place, stream, output)
+                    "drafts", size, kind, lambda stream: self._propose(place, stream, output)
                 )
         # As much as the host reads: padding stays behind.
         graphs.store(_wanted(frame.outputs, staged.shape, has_drafts=output.lands_drafts))
         return logits
 
-    def _is_special(self, output: SchedulerOutput) -> bool:
-        """Whether grammars or rules have a say in a step of generating rows alone."""
-        if output.masks is not None:
-            return True
-        verify = output.verify
-        return verify is not None and any(slot in self._rules for slot in verify.slots.tolist())
+    def _kind(self, output: SchedulerOutput, verify: VerifyPlan) -> tuple[Hashable, ...]:
+        """What the launches of a step of generating rows depend on beside its size and values."""
+        slots = verify.slots
+        is_whole = (
+            output.masks is None
+            and self._stager.is_plain(slots)
+            and not (self._rules and any(slot in self._rules for slot in slots.tolist()))
+        )
+        moves = verify.may_cross and self.fixed.scheme == "columns"
+        return (
+            _WHOLE if is_whole else _PARTS, moves, output.num_draft_tokens, output.lands_drafts,
+            self._turn, self.fixed,
+        )
 
     def _needs_save(self, shape: StepShape) -> bool:
         """Whether states may have to move to the columns that they complete."""
@@ -778,6 +790,11 @@ class Worker:
             last_token=self._last_token[self._turn],
             drafts=self._drafts[self._turn],
         )
+
+
+def _repeats(output: SchedulerOutput) -> bool:
+    """Whether a step with generating rows has nothing but them."""
+    return not output.known and not output.copies
 
 
 def _wanted(
