@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from headrace.cli.chat import Conversation, line_history, read_message
+from headrace.cli.main import EXIT_WRONG_USE, run_command
 from headrace.errors import RequestError
 from headrace.sampling_params import SamplingParams
 
@@ -127,3 +128,15 @@ def test_a_pipe_has_no_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with line_history(tmp_path / "history"):
         pass
     assert not (tmp_path / "history").exists()
+
+
+def test_bytes_that_are_no_text_are_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = io.TextIOWrapper(io.BytesIO(b"caf\xe9 hi\n"), encoding="utf-8", errors="strict")
+    monkeypatch.setattr("sys.stdin", wrong)
+    with pytest.raises(RequestError, match=r"standard input is no text: .*; send UTF-8"):
+        read_message()
+    wrong.seek(0)
+    assert run_command(["run", "--model", "/no/such"]) == EXIT_WRONG_USE
+    assert "the prompt on standard input is no text" in capsys.readouterr().err

@@ -196,6 +196,9 @@ def read_message() -> str | None:
         return "\n".join(lines)
     except (EOFError, KeyboardInterrupt):
         return None
+    except UnicodeDecodeError as error:
+        # What follows it in a pipe cannot be told apart from it any more.
+        raise RequestError(f"standard input is no text: {error}; send UTF-8") from None
 
 
 def _read_quoted(first: str) -> str:

@@ -51,9 +51,7 @@ def run(
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)
     if prompt is None:
-        if sys.stdin.isatty():
-            raise RequestError('a prompt is needed: headrace run "PROMPT"', param="prompt")
-        prompt = sys.stdin.read()
+        prompt = _piped_prompt()
     if not prompt.strip() and not raw:
         raise RequestError("the prompt is empty; write a question", param="prompt")
     # Imports the engine, and with it torch.
@@ -84,3 +82,14 @@ def run(
 
             print_figures(session.figures())
     return 0
+
+
+def _piped_prompt() -> str:
+    if sys.stdin.isatty():
+        raise RequestError('a prompt is needed: headrace run "PROMPT"', param="prompt")
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            f"the prompt on standard input is no text: {error}; send UTF-8", param="prompt"
+        ) from None
