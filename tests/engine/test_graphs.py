@@ -330,12 +330,30 @@ def test_an_empty_place_of_a_captured_step_is_never_a_second_capture() -> None:
     assert graphs.num_replays >= 27
 
 
+def test_steps_with_too_much_room_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_graphs, "FIRST_LENGTH", 16)
+    monkeypatch.setattr(step_graphs, "MOST_ROOM", 4 * 32)
+    model = small_model(0)
+    engine = engine_with_graphs(model, "none", "replay")
+    jobs = [
+        solve(model, Job([7 + n] * 5, replace(GREEDY, logprobs=None, max_tokens=40)))
+        for n in range(4)
+    ]
+    for job, output in zip(jobs, drive(engine, jobs), strict=True):
+        assert job.run is not None
+        assert output.outputs[0].token_ids == job.run.tokens
+    graphs = engine.worker.graphs
+    assert graphs is not None
+    # 16 tokens of room each, then 32; the steps behind that are as many again.
+    assert {key[1][2] for key in graphs._graphs} == {1, 2}
+    assert graphs.num_replays < engine.worker.num_steps - 12
+
+
 def test_a_captured_size_stands_in_for_those_that_pass_by(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rows end one after another; what is left runs as four rows until it is worth a capture."""
     monkeypatch.setattr(step_graphs, "PATIENCE", 3)
-    monkeypatch.setattr(step_graphs, "MOST_PADDING", 4)
     model = small_model(0)
     engine = engine_with_graphs(model, "none", "replay", async_scheduling=False)
     graphs = engine.worker.graphs

@@ -382,6 +382,8 @@ def padding_with_a_live_row(engine: Engine, faulty: bool) -> None:  # noqa: FBT0
 
     def detour(verify: Any, kind: Any) -> Any:  # noqa: ANN401
         made = fill(verify, kind)
+        if made is None:
+            return None
         return replace(made, null_row=0 if faulty else made.null_row)
 
     graphs.fill = detour  # type: ignore[method-assign]

@@ -50,8 +50,18 @@ FIRST_LENGTH = 512
 Longer ones double, so that a growing sequence meets few sizes.
 """
 
-MOST_PADDING = 2
-"""A captured step of so many times the tokens may stand in for one that is not captured."""
+MOST_ROOM = 2**22
+"""Rows times tokens of room for which a step is captured.
+
+Attention keeps partial sums of all of it, used or not: 128 bytes a token with 4 KV heads of 256, so
+half a GiB. What is beyond is launched with the room that its rows need.
+"""
+
+MOST_TIMES, MOST_MORE = 4, 64
+"""A captured step of so many times the tokens, or so many more, may stand in for one that is not.
+
+Below some dozens of tokens a step takes as long as the weights take to be read.
+"""
 
 PATIENCE = 16
 """Steps of a size for which a larger one stands in; then it is captured: that takes as long as a
@@ -157,8 +167,8 @@ class StepGraphs:
             for name, field in fields.items()
         })
 
-    def fill(self, verify: VerifyPlan, kind: Kind) -> Padding:
-        """What a step of generating rows alone is filled up to.
+    def fill(self, verify: VerifyPlan, kind: Kind) -> Padding | None:
+        """What a step of generating rows alone is filled up to, or None if it is not captured.
 
         Its own size, unless a larger one is captured and its own is not: that is replayed until its
         own has been wanted often enough to be worth its capture.
@@ -177,6 +187,8 @@ class StepGraphs:
             int(verify.num_drafts.max()) + 1,
             min(-(-length // sizes.block_size), sizes.table_width),
         )
+        if own[0] * own[2] * sizes.block_size > MOST_ROOM:
+            return None
         num_rows, query_len, kv_width = self._choose(own, kind)
         return Padding(
             num_rows=num_rows,
@@ -192,7 +204,8 @@ class StepGraphs:
         captured = self._captured.setdefault(kind, set())
         if own in captured:
             return own
-        most = MOST_PADDING * own[0] * own[1]
+        tokens = own[0] * own[1]
+        most = max(MOST_TIMES * tokens, tokens + MOST_MORE)
         larger = [
             size for size in captured
             if all(map(int.__ge__, size, own)) and size[0] * size[1] <= most
