@@ -82,6 +82,7 @@ class Case:
     budget: int = 40
     pools: str = "roomy"
     unit: int = GRID
+    graphs: str = "off"
 
     @property
     def num_drafts(self) -> int:
@@ -94,6 +95,7 @@ class Case:
         options: dict[str, Any] = {
             "async_scheduling": self.mode == "async",
             "batch_layout": self.layout,
+            "graphs": self.graphs,
             "state_scheme": scheme,
             "prefix_cache": self.cache,
             "speculative": self.drafts,

@@ -25,6 +25,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "budget": (GRID, 37, 512),
     "pools": ("roomy", "tight", "preempt"),
     "unit": (GRID, 2 * GRID),
+    "graphs": ("off", "on"),
 }
 LENGTHS = (1, 4, 15, 16, 17, 33, 48, 64)
 
