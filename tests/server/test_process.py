@@ -118,4 +118,6 @@ def test_the_death_of_the_engine_ends_the_process_with_another_code(random_model
         assert client.get("/health").status_code == 503
         _, stderr = process.communicate(timeout=END_S)
     assert process.returncode == 1, stderr
-    assert "the engine died" in stderr
+    assert "headrace: error: the engine died" in stderr
+    # Where it died, for whoever has to find out why.
+    assert ", in step\nMemoryError: a test took" in stderr

@@ -309,7 +309,9 @@ def test_the_death_of_the_engine_reaches_every_client(
 
 
 @pytest.mark.scenarios("B119")
-def test_an_engine_that_hangs_in_a_step_is_dead(random_model: Path, start_server: Start) -> None:
+def test_an_engine_that_hangs_in_a_step_is_dead(
+    random_model: Path, start_server: Start, caplog: pytest.LogCaptureFixture
+) -> None:
     engine = AsyncLLM(config(random_model), step_timeout_s=0.2)
     hanging = threading.Event()
     inner = engine._engine.step
@@ -334,6 +336,8 @@ def test_an_engine_that_hangs_in_a_step_is_dead(random_model: Path, start_server
             server.thread.join(DEADLINE_S)
             assert not server.thread.is_alive()
             assert server.server.death is not None
+        # Where it hangs stands in the log.
+        assert "in step\n    hanging.wait()" in caplog.text
     finally:
         hanging.set()
 

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import queue
+import sys
 import threading
 import time
+import traceback
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from headrace.sampling_params import SamplingParams
     from headrace.text import ChatTemplate, GenerationDefaults, Tokenizer
 
+_LOG = logging.getLogger(__name__)
 _IDLE_WAIT_S = 0.2
 _ARRIVALS_S = 0.02
 _LOOK_AT_TRACE_S = 0.02
@@ -287,6 +291,7 @@ class AsyncLLM:
                 self._stats = self._engine.stats()
         except BaseException as error:
             self._error = error  # Whatever it is, every client must hear of it.
+            _LOG.critical("the engine died", exc_info=error)
         finally:
             self._bury()
 
@@ -355,7 +360,15 @@ class AsyncLLM:
         """Give up an engine whose thread does not come back from a step."""
         if self._error is None and self._hangs():
             self._error = TimeoutError(f"a step took longer than {self._step_timeout_s:g} s")
+            _LOG.critical("the engine hangs in a step, at\n%s", self._place())
             self._bury()
+
+    def _place(self) -> str:
+        """Where the engine's thread is."""
+        assert self._thread is not None
+        # The only way to another thread's frames; they are read at once and not kept.
+        frame = sys._current_frames().get(self._thread.ident or 0)  # noqa: SLF001
+        return "".join(traceback.format_stack(frame)) if frame is not None else "no place: it ended"
 
     def _raise_if_dead(self) -> None:
         if self._error is not None:
