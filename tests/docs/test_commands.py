@@ -36,14 +36,40 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md", ROOT / "benchmarks" / "results" / "README.md", *sorted(DOCS.rglob("*.md"))
+]
 GUIDE = sorted((DOCS / "guide").glob("*.md"))
 SERVER = ROOT / "src" / "headrace" / "server"
 UNFIT = (
-    "source",                           # of the environment that runs this
-    "headrace eval --damage state",     # shows a damage, and so ends with 1; minutes long
+    "source",                               # of the environment that runs this
+    "headrace eval --damage state",         # shows a damage, and so ends with 1; minutes long
+    "headrace check --seeds 1000",          # the same as the line above it, for an hour
+    "python benchmarks/h200_table.py",      # of a GPU; tests/bench has a test of it
+    "python tools/family_table.py",         # writes into the README; a test keeps that true
+    "pytest tests/matrix -k lfm2",          # minutes long, and a part of `pytest -m full`
 )
+SMALLER = {
+    "--random-weights benchmarks/shapes/qwen3.5-4b-text.json": "--random-weights shape.json",
+    "--batch 1,8,32,128,256": "--batch 1,2",
+    "--output-tokens 257": "--output-tokens 17",
+    "benchmarks/results/": "",
+    "--shared-prefix 16384": "--shared-prefix 512",
+    "--requests 64": "--requests 8",
+    "--requests 200 --arrival-rate 5": "--requests 5 --arrival-rate 5",
+    "myfamily": "lfm2",
+    "path/to/config.json": "shape.json",
+}
+"""What stands in pages for what a reader has, or needs a large machine; smaller for a test."""
+SHAPE = ROOT / "src" / "headrace" / "assets" / "nano" / "config.json"
+PROGRAMS = ("headrace", "curl", "make", "python", "pytest", "pip", "mkdocs")
+PLACEHOLDERS = {
+    "N": "1", "URL": "http://127.0.0.1:8000", "FILE": "file", "MODEL": "nano", "GET": "GET",
+}
+OTHERS_PROGRAMS = ("python -m sglang", "python -m vllm")
 START_TIMEOUT_S, COMMAND_TIMEOUT_S = 180.0, 300.0
+SKETCHED = ("races.md",)
+"""Pages that quote the code: a mutant alone is no program."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +83,9 @@ class Block:
 def blocks(page: Path) -> list[Block]:
     found = re.findall(r"^```(\w+)\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
     return [Block(language=language, text=text) for language, text in found]
+
+
+WITH_COMMANDS = [page for page in PAGES if blocks(page)]
 
 
 def commands(text: str) -> list[str]:
@@ -156,6 +185,35 @@ def test_commands_of_the_pages_can_begin(page: Path) -> None:
             compile(block.text, str(page), "exec")
 
 
+def named(page: Path) -> list[str]:
+    """Commands within sentences; forms such as `bench this|that [MODEL]` are none."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    found = re.findall(r"(?<!`)`([^`\n]+)`(?!`)", text)
+    return [
+        re.sub(r"\b[A-Z]+\b", lambda word: PLACEHOLDERS.get(word[0], word[0]), one)
+        for one in found
+        if one.startswith(tuple(f"{program} " for program in PROGRAMS))
+        and not re.search(r"…|\\\||\[[A-Z]|COMMAND", one) and not one.startswith(OTHERS_PROGRAMS)
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_within_sentences_can_begin(page: Path) -> None:
+    for command in named(page):
+        for words in parts(command):
+            check(words)
+
+
+def test_no_command_hides_in_a_block_without_a_language() -> None:
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        plain = re.findall(r"^```\n(.*?)^```", re.sub(r"^```\w+\n.*?^```\n", "", text, flags=re.M | re.S),
+                           re.M | re.S)
+        indented = re.findall(r"^    (\S.*)$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M)
+        for line in [*"\n".join(plain).splitlines(), *indented]:
+            assert not line.startswith(tuple(f"{one} " for one in PROGRAMS)), (page.name, line)
+
+
 def test_the_table_of_clients_is_that_of_the_tests() -> None:
     page = (DOCS / "guide" / "serve.md").read_text(encoding="utf-8")
     table = page.partition("| client | version |")[2].partition("\n\n")[0]
@@ -242,6 +300,7 @@ def test_every_page_is_in_the_navigation() -> None:
 
 @pytest.mark.full
 def test_site_builds_without_warnings(tmp_path: Path) -> None:
+    pytest.importorskip("material", reason="pip install 'headrace[docs]'")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
@@ -295,15 +354,18 @@ def run(command: list[str], cwd: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("page", [ROOT / "README.md", *GUIDE], ids=lambda page: page.stem)
-def test_commands_of_the_guide_and_the_readme_work(page: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: page.stem)
+def test_commands_of_the_pages_work(page: Path, tmp_path: Path) -> None:
+    (tmp_path / "shape.json").write_bytes(SHAPE.read_bytes())
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     with contextlib.ExitStack() as servers:
         for block in blocks(page):
             text = re.sub(r"\b8000\b", port, block.text).replace(".venv/bin/", "")
-            if block.language == "python":
+            for large, small in SMALLER.items():
+                text = text.replace(large, small)
+            if block.language == "python" and page.name not in SKETCHED:
                 run([sys.executable, "-c", text], tmp_path)
             for command in commands(text) if block.language == "sh" else ():
                 if command.startswith("headrace serve"):
@@ -314,6 +376,8 @@ def test_commands_of_the_guide_and_the_readme_work(page: Path, tmp_path: Path) -
                     run(["make", "-n", *command.partition("#")[0].split()[1:]], ROOT)
                 elif command.startswith(UNFIT):
                     continue
+                elif command.startswith(("pytest ", "python -m pytest ")):
+                    run(["bash", "-ec", f"{command} -p no:cacheprovider"], ROOT)
                 else:
                     failing = command.replace("curl -s", "curl -sS --fail-with-body")
                     run(["bash", "-ec", f"set -o pipefail; {failing}"], tmp_path)
