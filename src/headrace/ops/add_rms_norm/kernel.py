@@ -27,6 +27,9 @@ def add_rms_norm_kernel(
     is_column = column < C
     at = residual_ptr + t * residual_stride + column
     row = tl.load(at, mask=is_column, other=0.0).to(tl.float32)  # [PADDED]
+    # On its way before the sum: a step's weights have driven it from the cache, and few programs
+    # have nothing else to do.
+    scale = tl.load(scale_ptr + column, mask=is_column, other=0.0)
     if x_ptr is not None:
         x = tl.load(x_ptr + t * x_stride + column, mask=is_column, other=0.0)
         stored = (row + x.to(tl.float32)).to(residual_ptr.dtype.element_ty)
@@ -34,6 +37,5 @@ def add_rms_norm_kernel(
         # What later layers see of the residual is what this norm sees.
         row = stored.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(row * row, 0) / C + eps)
-    scale = tl.load(scale_ptr + column, mask=is_column, other=0.0)
     normed = (row * inverse * scale).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + t * out_stride + column, normed, mask=is_column)

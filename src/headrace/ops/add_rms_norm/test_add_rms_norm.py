@@ -45,25 +45,30 @@ def error_of(got: Tensor, want: Tensor) -> float:
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", [1, 63, 257])
-def test_it_errs_at_most_twice_as_much_as_pytorch(width: int, dtype: torch.dtype) -> None:
-    residual, x, scale = rows(4, width, dtype), rows(4, width, dtype), 1 + torch.randn(width) / 8
-    total = residual + x
-    out = torch.full((4, width + 5), float("nan"), dtype=dtype)[:, :width]
-    got = add_rms_norm(residual, x, scale, 1e-6, out=out)
-    assert got is out
-    # The interpreter cuts off what bfloat16 does not hold, where a GPU rounds.
-    limit = torch.finfo(dtype).eps if dtype == torch.bfloat16 else 0.0
-    torch.testing.assert_close(residual, total, rtol=limit, atol=0.0)
-    summed = residual.clone()
-    own = functional.rms_norm(summed.float(), (width,), scale, 1e-6).to(dtype)
-    limit = 2 * max(error_of(own, exact(summed, scale)), torch.finfo(dtype).eps / 2)
-    assert error_of(got, exact(summed, scale)) <= limit
-    # Without an addition the same norm, and nothing is written.
-    plain = add_rms_norm(residual, None, scale, 1e-6)
-    assert plain.dtype == dtype
-    assert torch.equal(plain, got)
-    assert torch.equal(residual, summed)
+def test_it_errs_at_most_twice_as_much_as_pytorch(dtype: torch.dtype) -> None:
+    made = []
+    for width in (1, 63, 257):
+        residual, x = rows(5, width, dtype), rows(5, width, dtype)
+        scale, total = 1 + torch.randn(width) / 8, residual + x
+        out = torch.full((5, width + 5), float("nan"), dtype=dtype)[:, :width]
+        got = add_rms_norm(residual, x, scale, 1e-6, out=out)
+        assert got is out
+        # The interpreter cuts off what bfloat16 does not hold, where a GPU rounds.
+        limit = torch.finfo(dtype).eps if dtype == torch.bfloat16 else 0.0
+        torch.testing.assert_close(residual, total, rtol=limit, atol=0.0)
+        own = functional.rms_norm(residual.float(), (width,), scale, 1e-6).to(dtype)
+        made.append((got, own, exact(residual, scale)))
+        # Without an addition the same norm, and nothing is written.
+        kept = residual.clone()
+        plain = add_rms_norm(residual, None, scale, 1e-6)
+        assert plain.dtype == dtype
+        assert torch.equal(plain, got)
+        assert torch.equal(residual, kept)
+    # Of a few numbers the errors would be chance.
+    got, own, want = (
+        torch.cat([each.flatten() for each in part]) for part in zip(*made, strict=True)
+    )
+    assert error_of(got, want) <= 2 * max(error_of(own, want), torch.finfo(dtype).eps / 2)
 
 
 @pytest.mark.interpreter

@@ -38,15 +38,16 @@ def attention_inputs_kernel(
     partner = tl.where(d < R // 2, d + R // 2, d - R // 2)
     row = projected_ptr + t * projected_stride + head * D
     scale = head_scale_ptr + head * D
-    x = tl.load(row + d).to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(x * x, 0) / D + eps)
-    x = x * inverse * tl.load(scale + d)
-    # The other half again, from the cache: cheaper than to exchange registers.
+    # All loads are on their way before the sum. The other half comes once more, from the cache:
+    # cheaper than to exchange registers.
+    x = tl.load(row + d).to(tl.float32)  # [D]
     y = tl.load(row + partner, mask=is_rotated, other=0.0).to(tl.float32)
-    y = y * inverse * tl.load(scale + partner, mask=is_rotated, other=0.0)
+    x_scale = tl.load(scale + d)
+    y_scale = tl.load(scale + partner, mask=is_rotated, other=0.0)
     cos = tl.load(cos_ptr + t * R + d, mask=is_rotated, other=1.0)
     sin = tl.load(signed_sin_ptr + t * R + d, mask=is_rotated, other=0.0)
-    x = x * cos + y * sin
+    inverse = tl.rsqrt(tl.sum(x * x, 0) / D + eps)
+    x = x * inverse * x_scale * cos + y * inverse * y_scale * sin
     if head < H:
         tl.store(query_ptr + (t * H + head) * D + d, x.to(query_ptr.dtype.element_ty))
     else:
