@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ from headrace.models.batch import (
     VerifyRows,
 )
 from headrace.models.config import ModelConfig
+from headrace.models.qwen3_5 import Qwen35Model
 from headrace.ops.aot import MAX_SHARED_BYTES, Compiled, KernelSpec, compile_kernels, spec_of
 from headrace.rt.buffers import tensors_of
 from headrace.sampling_params import SamplingParams
@@ -294,6 +296,49 @@ def test_a_layer_launches_one_kernel_or_a_few(
     # attention, gates by silu and by sigmoid.
     inner = {spec.constants["WIDTH"] for spec in launched if "gated_product" in spec.kernel}
     assert len(specs) == phases + 2 + 2 + 1 + len(inner)
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that a device would have to launch: all but views and new memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
+        del types
+        aliases = [result.alias_info for result in func._schema.returns]
+        is_view = all(alias is not None and not alias.is_write for alias in aliases)
+        name = func._schema.name.removeprefix("aten::")
+        if not is_view and not name.startswith(("empty", "new_empty")):
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("path", [path for path in SHAPES if "a3b" not in path.stem],
+                         ids=lambda path: path.stem)
+def test_layers_of_a_dense_model_are_products_and_kernels_alone(
+    path: Path, launched: list[KernelSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What else there is belongs to the step: it does not grow with the layers."""
+    forward, launches = Qwen35Model.forward, Launches()
+
+    def counted(*args: Any) -> torch.Tensor:  # noqa: ANN401
+        with launches:
+            return forward(*args)
+
+    monkeypatch.setattr(Qwen35Model, "forward", counted)
+    specs_of_shape(path, "replay", 32, 1, "float32", launched)
+    # Four products in each of four layers.
+    assert launches.counts.pop("mm") == 4 * 4
+    # The embedding, and outputs of mixers and of attention that start as zeros.
+    assert launches.counts.pop("index_select") == 1
+    assert launches.counts.pop("zeros") == 2
+    # Tables of sines and cosines.
+    tables = {"_to_copy": 1, "mul": 1, "cos": 1, "sin": 1, "neg": 1, "cat": 2}
+    assert launches.counts == tables
 
 
 @pytest.mark.full
