@@ -149,7 +149,8 @@ def solve(model: Any, job: Job, *, states: bool = False) -> Job:  # noqa: ANN401
     assert params.max_tokens is not None
     count = min(params.max_tokens, MAX_LEN - len(job.prompt))
     end = len(job.prompt) + count
-    boundaries = range(GRID, end, GRID) if states else ()
+    # With drafts the last token may be computed too.
+    boundaries = range(GRID, end + 1, GRID) if states else ()
     extra = {} if params.temperature == 0.0 else {"choose": seeded_choice(params)}
     job.run = run_reference(
         model, job.prompt, count, scan_grid=GRID, states_at=list(boundaries), **extra

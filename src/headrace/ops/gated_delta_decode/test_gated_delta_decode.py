@@ -30,12 +30,15 @@ RING = 16
 GROUPED = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.full)]
 
 
-def _fused() -> ModuleType:
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The launch, with small sizes until the test ends."""
     pytest.importorskip("triton")
     from headrace.ops.gated_delta_decode import fused  # noqa: PLC0415  after the plugin's settings
 
     # Several tiles for each head.
-    fused.ROWS, fused.MIN_PROGRAMS = 8, 0
+    monkeypatch.setattr(fused, "ROWS", 8)
+    monkeypatch.setattr(fused, "MIN_PROGRAMS", 0)
     return fused
 
 
@@ -185,14 +188,16 @@ def _replay_case() -> tuple[list[list[int]], list[int], Replay]:
 @pytest.mark.interpreter
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("scheme", ["columns", "replay"])
-def test_the_kernel_does_what_the_specification_says(scheme: str, dtype: torch.dtype) -> None:
+def test_the_kernel_does_what_the_specification_says(
+    scheme: str, dtype: torch.dtype, fused: ModuleType
+) -> None:
     seed = random.randrange(1 << 30)
     print(f"{seed=}")
     index, lens, rows = _columns_case() if scheme == "columns" else _replay_case()
     weights, tokens = _weights(seed), _tokens(seed + 1, 9, dtype)
     expected, got = _pools(seed + 2, dtype), _pools(seed + 2, dtype)
     want = _run(reference, expected, tokens, weights, index, lens, rows)
-    out = _run(_fused(), got, tokens, weights, index, lens, rows)
+    out = _run(fused, got, tokens, weights, index, lens, rows)
     _assert_close(out, want, dtype)
     for a, b in zip(got.tensors(), expected.tensors(), strict=True):
         _assert_close(a, b, dtype)
@@ -201,12 +206,13 @@ def test_the_kernel_does_what_the_specification_says(scheme: str, dtype: torch.d
 @pytest.mark.interpreter
 @pytest.mark.parametrize("scheme", ["columns", "replay"])
 def test_blocks_of_others_and_rows_that_take_no_part_stay_untouched(
-    scheme: str, race_detector: Detector
+    scheme: str, race_detector: Detector,
+    fused: ModuleType,
 ) -> None:
     index, lens, rows = _columns_case() if scheme == "columns" else _replay_case()
     weights, tokens, pools = _weights(1), _tokens(2, 9, torch.float32), _pools(3, torch.float32)
     before = pools.clone()
-    out = _run(_fused(), pools, tokens, weights, index, lens, rows)
+    out = _run(fused, pools, tokens, weights, index, lens, rows)
     assert out[6:].isnan().all()
     assert not out[:6].isnan().any()
     if scheme == "columns":
@@ -236,14 +242,16 @@ def test_blocks_of_others_and_rows_that_take_no_part_stay_untouched(
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("dtype", GROUPED, ids=str)
-def test_columns_gives_the_same_bits_however_tokens_are_grouped(dtype: torch.dtype) -> None:
+def test_columns_gives_the_same_bits_however_tokens_are_grouped(
+    dtype: torch.dtype, fused: ModuleType
+) -> None:
     weights, tokens = _weights(4), _tokens(5, 3, dtype)
     together, apart = _pools(6, dtype), _pools(6, dtype)
     rows = _columns([[3, 4, 5]], [1])
-    out = _run(_fused(), together, tokens, weights, [[0, 1, 2]], [3], rows)
+    out = _run(fused, together, tokens, weights, [[0, 1, 2]], [3], rows)
     # A step of one token, then one of two tokens that reads behind it.
-    first = _run(_fused(), apart, tokens, weights, [[0, 0, 0]], [1], rows)
-    rest = _run(_fused(), apart, tokens, weights, [[1, 2, 0]], [2], _columns([[3, 4, 5]], [1]))
+    first = _run(fused, apart, tokens, weights, [[0, 0, 0]], [1], rows)
+    rest = _run(fused, apart, tokens, weights, [[1, 2, 0]], [2], _columns([[3, 4, 5]], [1]))
     assert torch.equal(out[0], first[0])
     assert torch.equal(out[1:], rest[1:])
     assert torch.equal(together.state[5], apart.state[4])
@@ -251,7 +259,9 @@ def test_columns_gives_the_same_bits_however_tokens_are_grouped(dtype: torch.dty
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("dtype", GROUPED, ids=str)
-def test_replay_gives_the_same_bits_however_tokens_are_grouped(dtype: torch.dtype) -> None:
+def test_replay_gives_the_same_bits_however_tokens_are_grouped(
+    dtype: torch.dtype, fused: ModuleType
+) -> None:
     weights, tokens = _weights(7), _tokens(8, 7, dtype)
     results = []
     # Base at 10; positions 10 .. 16 in steps of these lengths, so 12 and 16 are crossed in
@@ -270,7 +280,7 @@ def test_replay_gives_the_same_bits_however_tokens_are_grouped(dtype: torch.dtyp
                 ring_block=torch.tensor([2], dtype=torch.int32),
             )
             step = list(range(done, done + length)) + [0] * (3 - length)
-            out = _run(_fused(), pools, tokens, weights, [step], [length], rows)
+            out = _run(fused, pools, tokens, weights, [step], [length], rows)
             outputs.append(out[done : done + length])
             base_len = write_len if 10 + done >= write_len else base_len
             done += length
@@ -283,13 +293,11 @@ def test_replay_gives_the_same_bits_however_tokens_are_grouped(dtype: torch.dtyp
     "scheme", [pytest.param("columns", marks=pytest.mark.full), "replay"]
 )
 def test_three_launches_give_the_same_bits_as_one(
-    scheme: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    scheme: str, monkeypatch: pytest.MonkeyPatch, fused: ModuleType) -> None:
     index, lens, rows = _columns_case() if scheme == "columns" else _replay_case()
     weights, tokens = _weights(13), _tokens(14, 9, torch.bfloat16)
     one, three = _pools(15, torch.bfloat16), _pools(15, torch.bfloat16)
-    expected = _run(_fused(), one, tokens, weights, index, lens, rows)
-    fused = _fused()
+    expected = _run(fused, one, tokens, weights, index, lens, rows)
     monkeypatch.setattr(fused, "MIN_PROGRAMS", 1 << 30)
     out = _run(fused, three, tokens, weights, index, lens, rows)
     assert torch.equal(out.isnan(), expected.isnan())
@@ -299,7 +307,7 @@ def test_three_launches_give_the_same_bits_as_one(
 
 
 @pytest.mark.interpreter
-def test_rejected_drafts_leave_no_trace_in_replay() -> None:
+def test_rejected_drafts_leave_no_trace_in_replay(fused: ModuleType) -> None:
     weights, tokens = _weights(10), _tokens(11, 6, torch.float32)
     plain, drafted = _pools(12, torch.float32), _pools(12, torch.float32)
 
@@ -313,11 +321,11 @@ def test_rejected_drafts_leave_no_trace_in_replay() -> None:
             ring_block=torch.tensor([2], dtype=torch.int32),
         )
 
-    _run(_fused(), plain, tokens, weights, [[0]], [1], rows(9))
-    expected = _run(_fused(), plain, tokens, weights, [[1]], [1], rows(10))
+    _run(fused, plain, tokens, weights, [[0]], [1], rows(9))
+    expected = _run(fused, plain, tokens, weights, [[1]], [1], rows(10))
     # Tokens 4 and 5 are drafts that the verify rejects.
-    _run(_fused(), drafted, tokens, weights, [[0, 4, 5]], [3], rows(9))
-    out = _run(_fused(), drafted, tokens, weights, [[1, 4, 5]], [3], rows(10))
+    _run(fused, drafted, tokens, weights, [[0, 4, 5]], [3], rows(9))
+    out = _run(fused, drafted, tokens, weights, [[1, 4, 5]], [3], rows(10))
     assert torch.equal(out[1], expected[1])
 
 

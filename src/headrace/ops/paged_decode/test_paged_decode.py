@@ -21,12 +21,15 @@ if TYPE_CHECKING:
 HEADS, KV_HEADS, PAGE, WIDTH = 6, 2, 4, 3
 
 
-def _fused() -> ModuleType:
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The launch, with small sizes until the test ends."""
     pytest.importorskip("triton")
     from headrace.ops.paged_decode import fused  # noqa: PLC0415  after the plugin's settings
 
     # Several splits of several tiles at small lengths.
-    fused.SPLIT, fused.KEYS = 16, 8
+    monkeypatch.setattr(fused, "SPLIT", 16)
+    monkeypatch.setattr(fused, "KEYS", 8)
     return fused
 
 
@@ -65,36 +68,37 @@ def _case(
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_kernels_do_what_the_specification_says(dtype: torch.dtype) -> None:
+def test_the_kernels_do_what_the_specification_says(dtype: torch.dtype, fused: ModuleType) -> None:
     seed = random.randrange(1 << 30)
     print(f"{seed=}")
     lens, queries = [1, 16, 17, 33, 9], [1, 3, 2, 3, 0]
     want, got = _case(seed, lens, queries, dtype), _case(seed, lens, queries, dtype)
     reference.paged_decode(**want)
-    _fused().paged_decode(**got)
+    fused.paged_decode(**got)
     limit = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(got["out"], want["out"], rtol=limit, atol=limit, equal_nan=True)
 
 
 @pytest.mark.interpreter
-def test_a_row_has_the_same_bits_alone_and_beside_a_longer_one() -> None:
+def test_a_row_has_the_same_bits_alone_and_beside_a_longer_one(fused: ModuleType) -> None:
     both, alone = _case(1, [13, 40], [2, 1], torch.float32), None
-    _fused().paged_decode(**both)
+    fused.paged_decode(**both)
     alone = {
         key: value[:1] if key in {"block_table", "token_index", "query_lens", "seq_lens"} else value
         for key, value in both.items()
     }
     alone |= {"max_seq_len": 13, "out": torch.zeros_like(both["out"])}
-    _fused().paged_decode(**alone)
+    fused.paged_decode(**alone)
     assert torch.equal(alone["out"][:2], both["out"][:2])
 
 
 @pytest.mark.interpreter
 def test_only_the_rows_own_blocks_are_read_and_only_their_tokens_written(
     race_detector: Detector,
+    fused: ModuleType,
 ) -> None:
     case = _case(2, [9, 20], [1, 2], torch.float32)
-    _fused().paged_decode(**case)
+    fused.paged_decode(**case)
     blocks = {int(b) for b in case["block_table"].flatten() if b}
     reads = ("query", "k_pool", "v_pool", "block_table", "token_index", "query_lens", "seq_lens")
     assert_effects(

@@ -24,19 +24,23 @@ BLOCK_SIZE, MAX_DRAFTS, ENTRIES, CHANNELS = 4, 3, 5, 6
 LAYERS, COLUMNS, PLACES = 2, 8, 9
 
 
-def _fused() -> ModuleType:
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The launch, with small sizes until the test ends."""
     pytest.importorskip("triton")
     from headrace.ops.state_columns import fused  # noqa: PLC0415  after the plugin's settings
 
     # Several small tiles, of which the last is not full.
-    fused.TILES, fused.CHANNEL_TILE, fused.BLOCK = 2, 2, 8
+    monkeypatch.setattr(fused, "TILES", 2)
+    monkeypatch.setattr(fused, "CHANNEL_TILE", 2)
+    monkeypatch.setattr(fused, "BLOCK", 8)
     return fused
 
 
 @pytest.fixture(params=["reference", pytest.param("fused", marks=pytest.mark.interpreter)])
 def columns(request: pytest.FixtureRequest) -> ModuleType:
     """Both implementations."""
-    return reference if request.param == "reference" else _fused()
+    return reference if request.param == "reference" else request.getfixturevalue("fused")
 
 
 def _pools(seed: int) -> tuple[StatePool, StatePool, StatePool]:
@@ -207,8 +211,8 @@ def test_a_padded_row_beside_a_live_row_of_the_same_place_does_not_undo_it(
 
 @pytest.mark.parametrize("name", ["reference", "fused"])
 @pytest.mark.interpreter(detector=False)
-def test_an_empty_batch_is_no_work(name: str) -> None:
-    columns = reference if name == "reference" else _fused()
+def test_an_empty_batch_is_no_work(name: str, request: pytest.FixtureRequest) -> None:
+    columns = reference if name == "reference" else request.getfixturevalue("fused")
     pools, table = _pools(5), _table()
     before = _bytes(pools)
     accepted, column = torch.ones(PLACES, dtype=torch.int64), torch.full((PLACES,), 2)
@@ -232,8 +236,10 @@ def test_an_empty_batch_is_no_work(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["reference", "fused"])
 @pytest.mark.interpreter(detector=False)
-def test_counts_that_are_written_while_they_decide_are_refused(name: str) -> None:
-    columns = reference if name == "reference" else _fused()
+def test_counts_that_are_written_while_they_decide_are_refused(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    columns = reference if name == "reference" else request.getfixturevalue("fused")
     accepted = torch.full((PLACES,), 3)
     with pytest.raises(ValueError, match=r"accepted_out share memory; pass a snapshot"):
         columns.save(
@@ -256,11 +262,11 @@ def test_a_count_above_what_a_step_can_keep_fails() -> None:
 
 
 @pytest.mark.interpreter
-def test_a_count_above_what_a_step_can_keep_moves_nothing_in_the_kernel() -> None:
+def test_a_count_above_what_a_step_can_keep_moves_nothing_in_the_kernel(fused: ModuleType) -> None:
     # On a GPU the kernel asserts; the interpreter skips assertions.
     pools, accepted = _pools(7), torch.full((PLACES,), MAX_DRAFTS + 2)
     before, out = _bytes(pools), accepted.clone()
-    _save_above(_fused(), pools, accepted, out)
+    _save_above(fused, pools, accepted, out)
     assert torch.equal(accepted, out)
     for pool, old in zip(pools, before, strict=True):
         assert torch.equal(pool.tensor, old)
@@ -344,13 +350,14 @@ def _step(columns: ModuleType, case: dict[str, Any], pools: tuple[StatePool, ...
 @pytest.mark.interpreter
 def test_the_fused_kernels_do_what_the_reference_does_bit_for_bit(
     race_detector: Detector,
+    fused: ModuleType,
 ) -> None:
     seed = random.randrange(1 << 30)
     print(f"{seed=}")
     for trial in range(2):
         case = _random_case(seed + trial)
         expected, got = _pools(seed), _pools(seed)
-        counts = zip(_step(reference, case, expected), _step(_fused(), case, got), strict=True)
+        counts = zip(_step(reference, case, expected), _step(fused, case, got), strict=True)
         assert all(torch.equal(a, b) for a, b in counts)
         for a, b in zip(expected, got, strict=True):
             assert torch.equal(a.tensor, b.tensor)
@@ -359,16 +366,17 @@ def test_the_fused_kernels_do_what_the_reference_does_bit_for_bit(
 
 
 @pytest.mark.interpreter(detector=False)
-def test_no_order_of_the_programs_gives_another_result() -> None:
+def test_no_order_of_the_programs_gives_another_result(fused: ModuleType) -> None:
     seed = random.randrange(1 << 30)
     print(f"{seed=}")
     case, pools = _random_case(seed), _pools(seed)
-    explore(lambda: _step(_fused(), case, pools)).assert_clean()
+    explore(lambda: _step(fused, case, pools)).assert_clean()
 
 
 @pytest.mark.interpreter
 def test_the_kernels_touch_what_they_declare_and_only_the_rows_of_their_tables(
     race_detector: Detector,
+    fused: ModuleType,
 ) -> None:
     pools, table = _pools(8), _table()
     before = {
@@ -382,7 +390,7 @@ def test_the_kernels_touch_what_they_declare_and_only_the_rows_of_their_tables(
         "accepted_out": before["accepted"].clone(),
         "state_column_out": before["state_column"].clone(),
     }
-    _fused().premove(
+    fused.premove(
         pools, table, **before, **after, block_size=BLOCK_SIZE, max_accepted=MAX_DRAFTS + 1
     )
     tensors = [pool.tensor for pool in pools]
@@ -413,9 +421,8 @@ def test_the_kernels_touch_what_they_declare_and_only_the_rows_of_their_tables(
 @pytest.mark.interpreter(detector=False)
 @pytest.mark.parametrize("order", ["forward", "reverse", 1, 2, 3])
 def test_the_founding_fault_put_back_is_reported_in_every_order(
-    monkeypatch: pytest.MonkeyPatch, order: Order
+    monkeypatch: pytest.MonkeyPatch, order: Order, fused: ModuleType
 ) -> None:
-    fused = _fused()
     monkeypatch.setattr(fused, "refuse_shared", lambda *_: None)
     accepted, column = torch.full((PLACES,), 3), torch.full((PLACES,), 2)
     with Detector(orders=(order,)) as detector:
