@@ -379,6 +379,24 @@ def test_a_captured_size_stands_in_for_those_that_pass_by(
     assert sorted(key[1][0] for key in graphs._graphs) == [1, 4]
 
 
+def test_which_size_a_step_has() -> None:
+    """Its own if that is captured; else a captured one for a while; else with all drafts."""
+    graphs = engine_with_graphs(small_model(0), "scripted:3", "columns").worker.graphs
+    assert graphs is not None
+    kind = ("a kind",)
+    assert graphs._choose((8, 1, 32), kind) == (8, 1, 32)
+    assert graphs._choose((8, 2, 32), kind) == (8, 4, 32)
+    graphs._captured[kind] |= {(256, 4, 32), (64, 4, 64)}
+    assert graphs._choose((256, 4, 32), kind) == (256, 4, 32)
+    # 256 tokens are close to 100; 1,024 are not.
+    close = [graphs._choose((25, 4, 64), kind) for _ in range(17)]
+    assert close == [(64, 4, 64)] * 16 + [(25, 4, 64)]
+    far = [graphs._choose((65, 1, 32), kind) for _ in range(5)]
+    assert far == [(256, 4, 32)] * 4 + [(65, 1, 32)]
+    assert graphs._choose((256, 4, 64), kind) == (256, 4, 64)
+    assert graphs._choose((8, 3, 32), ("another",)) == (8, 4, 32)
+
+
 # Settings ---------------------------------------------------------------------------------------
 
 

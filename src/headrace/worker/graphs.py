@@ -57,15 +57,16 @@ Attention keeps partial sums of all of it, used or not: 128 bytes a token with 4
 half a GiB. What is beyond is launched with the room that its rows need.
 """
 
-MOST_TIMES, MOST_MORE = 4, 64
-"""A captured step of so many times the tokens, or so many more, may stand in for one that is not.
+PATIENCE, SHORT_PATIENCE = 16, 4
+"""Steps of a size for which a larger one stands in, close by or not.
 
-Below some dozens of tokens a step takes as long as the weights take to be read.
+A new size compiles kernels (half a second for a new number of tokens a row) and is captured, which
+takes as long as several steps; the ends of a batch's sequences go through many sizes.
 """
 
-PATIENCE = 16
-"""Steps of a size for which a larger one stands in; then it is captured: that takes as long as a
-few steps, and the ends of a batch's sequences go through many sizes."""
+CLOSE_TIMES, CLOSE_MORE = 4, 64
+"""A size is close with at most so many times the tokens, or so many more: below some dozens of
+tokens a step takes as long as the weights take to be read."""
 
 _FINE, _MIDDLE = 32, 128
 
@@ -204,18 +205,18 @@ class StepGraphs:
         captured = self._captured.setdefault(kind, set())
         if own in captured:
             return own
-        tokens = own[0] * own[1]
-        most = max(MOST_TIMES * tokens, tokens + MOST_MORE)
-        larger = [
-            size for size in captured
-            if all(map(int.__ge__, size, own)) and size[0] * size[1] <= most
-        ]  # fmt: skip
-        if not larger:
-            return own
         self._wanted[kind, own] += 1
-        if self._wanted[kind, own] > PATIENCE:
-            return own
-        return min(larger, key=lambda size: (size[0] * size[1], size))
+        times = self._wanted[kind, own]
+        larger = [size for size in captured if all(map(int.__ge__, size, own))]
+        if larger:
+            best = min(larger, key=lambda size: (size[0] * size[1], size))
+            tokens = own[0] * own[1]
+            is_close = best[0] * best[1] <= max(CLOSE_TIMES * tokens, tokens + CLOSE_MORE)
+            return best if times <= (PATIENCE if is_close else SHORT_PATIENCE) else own
+        if own[1] > 1 and times <= PATIENCE:
+            # Rows with fewer drafts than usual: at their end, or by the draft policy for a while.
+            return own[0], 1 + self._sizes.max_drafts, own[2]
+        return own
 
     def load(self, frame: rt.Frame, rows: Mapping[str, int]) -> None:
         """Copy what was staged of a frame to the static inputs."""

@@ -407,6 +407,8 @@ def _padded(shape: StepShape, padding: Padding) -> StepShape:
         num_tokens=tokens,
         num_padded=-(-tokens // ROW_TILE) * ROW_TILE,
         kv_width=padding.kv_width,
+        # One graph for steps in which states move and in which none does.
+        may_cross=True,
         state_width=padding.state_width,
         max_seq_len=padding.max_seq_len,
         num_samples=tokens,

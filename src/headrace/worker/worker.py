@@ -456,9 +456,8 @@ class Worker:
             and self._stager.is_plain(slots)
             and not (self._rules and any(slot in self._rules for slot in slots.tolist()))
         )
-        moves = verify.may_cross and self.fixed.scheme == "columns"
         return (
-            _WHOLE if is_whole else _PARTS, moves, output.num_draft_tokens, output.lands_drafts,
+            _WHOLE if is_whole else _PARTS, output.num_draft_tokens, output.lands_drafts,
             self._turn, self.fixed,
         )
 
