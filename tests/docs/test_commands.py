@@ -207,9 +207,10 @@ def test_commands_within_sentences_can_begin(page: Path) -> None:
 def test_no_command_hides_in_a_block_without_a_language() -> None:
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        plain = re.findall(r"^```\n(.*?)^```", re.sub(r"^```\w+\n.*?^```\n", "", text, flags=re.M | re.S),
-                           re.M | re.S)
-        indented = re.findall(r"^    (\S.*)$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M)
+        unnamed = re.sub(r"^```\w+\n.*?^```\n", "", text, flags=re.M | re.S)
+        plain = re.findall(r"^```\n(.*?)^```", unnamed, re.M | re.S)
+        outside = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+        indented = re.findall(r"^    (\S.*)$", outside, re.M)
         for line in [*"\n".join(plain).splitlines(), *indented]:
             assert not line.startswith(tuple(f"{one} " for one in PROGRAMS)), (page.name, line)
 
@@ -233,6 +234,19 @@ def test_flags_that_the_guide_names_exist() -> None:
         text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
         named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text))
         assert named <= known, (page.name, named - known)
+
+
+def test_interfaces_say_what_other_engines_flags_do() -> None:
+    text = (DOCS / "interfaces.md").read_text(encoding="utf-8")
+    _, _, rest = text.partition("Names of other engines are understood")
+    understood, _, rest = rest.partition("Accepted without effect, with a warning:")
+    without, _, _ = rest.partition(", and")
+    flags = re.compile(r"`(--?[a-z][a-z-]+)`")
+
+    assert set(flags.findall(without)) == WITHOUT_EFFECT.keys()
+    assert set(flags.findall(understood)) <= {*SAME_VALUE, *SWITCHES, SPECULATIVE}
+    off = {flag for flag, native in SWITCHES.items() if native == ("--graphs", "off")}
+    assert off <= set(flags.findall(understood))
 
 
 @pytest.mark.parametrize(
@@ -316,7 +330,7 @@ def test_site_builds_without_warnings(tmp_path: Path) -> None:
 def background(command: str, url: str, cwd: Path) -> Iterator[None]:
     """A server that runs until the end of the page."""
     words = shlex.split(command, comments=True)
-    process = subprocess.Popen(words, cwd=cwd, env=environment())  # noqa: S603
+    process = subprocess.Popen(words, cwd=cwd, env=environment())
     try:
         end = time.monotonic() + START_TIMEOUT_S
         while not is_healthy(url):
@@ -331,7 +345,7 @@ def background(command: str, url: str, cwd: Path) -> Iterator[None]:
 
 def is_healthy(url: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5) as reply:  # noqa: S310
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as reply:
             return bool(reply.status == 200)
     except (urllib.error.URLError, OSError):
         return False
@@ -343,7 +357,7 @@ def environment() -> dict[str, str]:
 
 
 def run(command: list[str], cwd: Path) -> None:
-    done = subprocess.run(  # noqa: S603 - our own documentation
+    done = subprocess.run(
         command, cwd=cwd, env=environment(), stdin=subprocess.DEVNULL, capture_output=True,
         text=True, timeout=COMMAND_TIMEOUT_S, check=False,
     )

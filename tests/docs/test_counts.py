@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ pytest.importorskip("triton")
 
 from headrace.check import load_mutants
 from headrace.check.mutants import registered
+from headrace.ops.gated_delta_decode import fused
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,3 +21,25 @@ def test_the_documents_name_the_number_of_planted_faults() -> None:
     count = len(registered())
     assert f"{count} of {count} faults reported" in (ROOT / "README.md").read_text()
     assert f"{count} faults that are" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_measured_figures_are_those_of_the_results_and_of_what_runs() -> None:
+    table = (ROOT / "README.md").read_text().partition("## Measured")[2].partition("\n## ")[0]
+    results = ROOT / "benchmarks" / "results"
+    rows, key_heads = json.loads((results / "kernels-h200.json").read_text())["rows"], 16
+    launches = 1 if 128 * key_heads >= fused.MIN_PROGRAMS else 3
+    (decode,) = [
+        row for row in rows
+        if row["case"] == "gated_delta_decode columns" and row["state"] == "float32"
+        and (row["batch"], row["tokens_per_row"], row["launches"]) == (128, 1, launches)
+    ]
+    assert f"{decode['us_per_layer']:.0f} µs, {decode['share_of_floor']:.2f} of the" in table
+
+    short, long = json.loads((results / "h200_conformance.json").read_text())["runs"]
+    cases = [row for row in short["rows"] if "requests_that_differ" in row]
+    assert [row["requests_that_differ"] for row in cases] == [0] * 4
+    assert {row["requests"] for row in cases} == {512}
+    assert "0 of 512 requests differ in each of the 4 cases" in table
+    (mixed,) = long["rows"]
+    differ, reports = mixed["differ"], mixed["reports"]
+    assert f"{mixed['requests']:,} requests, {differ} differ, {reports} reports" in table

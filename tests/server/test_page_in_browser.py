@@ -242,3 +242,5 @@ def test_page_asks_for_the_key_and_uses_it(
         page.get_by_role("status").get_by_text("ready").wait_for()
         assert not page.get_by_label("API key").is_visible()
         assert ask(page, "hello") == server.engine.reply
+        # It would go on asking for figures, and complain that the server is gone.
+        page.close()

@@ -24,7 +24,7 @@ MIN_PROGRAMS = 256
 """With fewer rows x key heads than this, states are spread over more programs in three launches.
 
 Measured on an H200 (benchmarks/results/kernels-h200.json): 11 instead of 22 us a layer for one row,
-within a tenth of each other from 32 rows on.
+within a fifth of each other from 32 rows on, either way.
 """
 
 
