@@ -113,3 +113,13 @@ def test_damage_that_cannot_be_done_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=says):
         damaged_outputs(engine, PROMPTS[:prompts], PARAMS, what, layer=layer, how=how)
+
+
+def test_a_prompt_whose_answer_ends_at_once_still_gives_its_caches(engine: Engine) -> None:
+    first = next(iter(whole(engine)[-1][0]))
+    params = SamplingParams(temperature=0, max_tokens=3, logprobs=5, stop_token_ids=[first])
+
+    hurt = logprobs(damaged_outputs(engine, PROMPTS, params, "state", how="swap"))
+
+    assert len(hurt[-1]) == 1
+    assert hurt[0][1] != whole(engine)[0][1]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from headrace import rt
 from headrace.engine.block_pool import NULL_BLOCK
 from headrace.errors import ConfigError
-from headrace.sampling_params import OutputKind
+from headrace.sampling_params import OutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,13 +26,14 @@ if TYPE_CHECKING:
     from headrace.engine.engine import Engine
     from headrace.engine.sequence import Sequence
     from headrace.outputs import RequestOutput
-    from headrace.sampling_params import SamplingParams
 
 Damaged = Literal["state", "conv", "kv"]
 """Recurrent states, convolution windows, or keys and values."""
 How = Literal["zero", "swap"]
 """Erased, or replaced by another request's."""
 
+# One that ended with its first token would be gone before its caches are looked at.
+_TWO_TOKENS = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 _KIND_OF = {"state": "recurrent_state", "conv": "conv_window"}
 
 
@@ -138,7 +139,7 @@ def damaged_outputs(
         raise ConfigError(f"swapping needs two prompts or more, not {len(prompts)}")
     exchange = _Exchange(engine, memories)
     try:
-        _answer(engine, prompts[-1:], replace(params, max_tokens=2), exchange.keep)
+        _answer(engine, prompts[-1:], _TWO_TOKENS, exchange.keep)
         return _answer(engine, prompts, params, exchange.swap)
     finally:
         exchange.close()
