@@ -19,8 +19,8 @@ from .data import HERE
 
 ASSETS = HERE.parents[1] / "src" / "headrace" / "assets"
 MODELS = ("demo", "nano")
-AROUND_S = {"demo": 130.0, "nano": 35.0}
-"""Seconds that a model takes beside its training loop: tokenizer, drafts, scores, gate."""
+AROUND_S = {"demo": 190.0, "nano": 50.0}
+"""Seconds that a model takes beside its training loop: tokenizer, drafts, scores, gate, engine."""
 LEAST_S = 30.0
 """Less training than this is not worth beginning."""
 TINY = {

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from headrace import evals
 
-from . import gate, twin
+from . import engine_gate, gate, twin
 from . import tokenizer as tokenizers_
 from .data import HERE, NUM_STREAMS, Feed
 from .demo_data import SWAP_SPLIT, DemoMixture, read, render
@@ -143,6 +143,7 @@ def show(result: dict[str, Any]) -> None:
         print(
             f"{name:16s} {cells} {result['lost'].get(name, 0.0):7.2f} {result['twin'][name]:13.4f}"
         )
+    engine_gate.show(result["engine"], sys.stdout)
     for key in ("device", "minutes", "training_minutes", "seeds", "is_shortened"):
         if key in result:
             print(f"{key} {result[key]}")
@@ -199,7 +200,10 @@ def run(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
             == (RECIPE.steps, SHARPEN_STEPS, 1),
             "training_minutes": round((time.monotonic() - begin) / 60, 2),
         }
+    asked = engine_gate.begin("demo", out, options.count)
     result = report(out, held_out, device, options.count)
+    result["engine"] = engine_gate.end(asked)
+    result["failures"] += result["engine"].pop("failures")
     result["seeds"] = {"weights": WEIGHT_SEED, "data": FEED_SEED, "evaluation": EVAL_SEED}
     if golden_run is not None and golden_run.wait() != 0:
         raise RuntimeError(f"golden.json was not written: exit code {golden_run.returncode}")

@@ -31,11 +31,13 @@ class Score:
         accuracy: Share of examples answered exactly.
         acceptance: Share of answer tokens whose draft equals the model's own choice.
         longest: Tokens of the longest prompt.
+        right: Seeds of the examples answered exactly.
     """
 
     accuracy: float
     acceptance: float
     longest: int
+    right: frozenset[int]
 
 
 def prompt_text(example: Example) -> str:
@@ -44,6 +46,17 @@ def prompt_text(example: Example) -> str:
         return example.prompt
     turns = (f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in example.messages)
     return "".join(turns) + "<|im_start|>assistant\n"
+
+
+def question_and_answer(
+    example: Example, tokenizer: Tokenizer, render: Callable[[Example], str] = prompt_text
+) -> tuple[list[int], list[int]]:
+    """Give the tokens of an example's prompt and of its right answer, its end included."""
+    answer = f" {example.expected}" if example.prompt else f"{example.expected}<|im_end|>"
+    prompt_ids, answer_ids = (
+        tokenizer.encode(text, add_special_tokens=False).ids for text in (render(example), answer)
+    )
+    return prompt_ids, answer_ids
 
 
 @torch.no_grad()
@@ -61,34 +74,33 @@ def score(
     """Score one task on `count` examples, seeds from first_seed on."""
     items = []
     for seed in range(first_seed, first_seed + count):
-        example = task.generate(seed)
-        prompt = tokenizer.encode(render(example), add_special_tokens=False).ids
-        answer = tokenizer.encode(example.expected + "<|im_end|>", add_special_tokens=False).ids
-        if example.prompt:
-            answer = tokenizer.encode(" " + example.expected, add_special_tokens=False).ids
-        items.append((prompt, answer))
+        prompt, answer = question_and_answer(task.generate(seed), tokenizer, render)
+        items.append((prompt, answer, seed))
     items.sort(key=lambda item: len(item[0]))
-    right = accepted = drafted = 0
+    right: set[int] = set()
+    accepted = drafted = 0
     for start in range(0, count, batch):
         part = items[start : start + batch]
-        width = max(len(p) + len(a) for p, a in part)
+        width = max(len(p) + len(a) for p, a, _ in part)
         ids = torch.zeros(len(part), width, dtype=torch.int64)
         answers = torch.zeros(len(part), width, dtype=torch.bool)
-        for row, (prompt, answer) in enumerate(part):
+        for row, (prompt, answer, _) in enumerate(part):
             ids[row, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
             answers[row, len(prompt) : len(prompt) + len(answer)] = True
         ids, answers = ids.to(device), answers.to(device)
         hidden = model.hidden(ids)
         choice = model.logits(hidden).argmax(-1)[:, :-1]
         wrong = (choice != ids[:, 1:]) & answers[:, 1:]
-        right += int((~wrong.any(-1)).sum())
+        is_wrong = wrong.any(-1).tolist()
+        right |= {seed for (_, _, seed), miss in zip(part, is_wrong, strict=True) if not miss}
         hits, total = _drafts(model, ids, hidden, choice, answers)
         accepted += hits
         drafted += total
     return Score(
-        accuracy=right / count,
+        accuracy=len(right) / count,
         acceptance=accepted / max(drafted, 1),
         longest=len(items[-1][0]),
+        right=frozenset(right),
     )
 
 

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from headrace import evals
 
+from . import engine_gate
 from . import tokenizer as tokenizers_
 from .data import HERE, NUM_STREAMS, Feed, NanoMixture, read_prose, sentences
 from .evaluate import prose_score, score
@@ -112,7 +113,9 @@ def run(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
             "is_pinned": (options.steps, options.divide) == (RECIPE.steps, 1),
             "training_minutes": round((time.monotonic() - begin) / 60, 2),
         }
+    asked = engine_gate.begin("nano", out, options.count)
     scores = report(out, device, options.count)
+    engine = engine_gate.end(asked)
     failures = [
         f"{name} {scores[name]:.3f} < {task.threshold}"
         for name, task in evals.suite("nano").items()
@@ -123,12 +126,14 @@ def run(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         for name in evals.suite("nano")
         if scores[f"{name}_draft_acceptance"] < LEAST_ACCEPTANCE
     ]
+    failures += engine.pop("failures")
     return {
         **about(device),
         **facts,
         "minutes": round((time.monotonic() - begin) / 60, 2),
         "seeds": {"weights": WEIGHT_SEED, "data": FEED_SEED, "evaluation": EVAL_SEED},
         "scores": scores,
+        "engine": engine,
         "failures": failures,
     }
 
