@@ -7,6 +7,7 @@ log-probabilities), and the states at every published checkpoint.
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from headrace.testing import tiny_model
 from headrace.worker.sampler import SamplingTensors, sample
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from headrace.outputs import RequestOutput
 
@@ -110,6 +111,36 @@ class Case:
             options["num_kv_blocks"] = per_sequence + 2
             options["num_state_blocks"] = (9 if scheme == "columns" else 8) + self.num_drafts
         return options
+
+
+def pairwise(factors: Mapping[str, Sequence[Any]], *, seed: int) -> list[Case]:
+    """Cases in which every two values of any two factors occur together."""
+    rng = random.Random(seed)
+    names = list(factors)
+    missing = {
+        ((a, x), (b, y))
+        for a, b in itertools.combinations(names, 2)
+        for x in factors[a]
+        for y in factors[b]
+    }
+
+    def covered(values: dict[str, Any]) -> set[Any]:
+        return {
+            ((a, values[a]), (b, values[b])) for a, b in itertools.combinations(names, 2)
+        } & missing
+
+    cases = []
+    while missing:
+        anchor = rng.choice(sorted(missing, key=repr))
+        best: dict[str, Any] = {}
+        best_count = 0
+        for _ in range(40):
+            values = {name: rng.choice(factors[name]) for name in names} | dict(anchor)
+            if (count := len(covered(values))) > best_count:
+                best, best_count = values, count
+        missing -= covered(best)
+        cases.append(Case(**best))
+    return cases
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from dataclasses import astuple
 from typing import Any
 
 import pytest
-from conformance import GRID, Case, make_jobs, run_case, small_model
+from conformance import GRID, Case, make_jobs, pairwise, run_case, small_model
 
 FACTORS: dict[str, tuple[Any, ...]] = {
     "mode": ("async", "sync"),
@@ -30,37 +30,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 LENGTHS = (1, 4, 15, 16, 17, 33, 48, 64)
 
 
-def pairwise(seed: int) -> list[Case]:
-    """Cases in which every two values of any two factors occur together."""
-    rng = random.Random(seed)
-    names = list(FACTORS)
-    missing = {
-        ((a, x), (b, y))
-        for a, b in itertools.combinations(names, 2)
-        for x in FACTORS[a]
-        for y in FACTORS[b]
-    }
-
-    def covered(values: dict[str, Any]) -> set[Any]:
-        return {
-            ((a, values[a]), (b, values[b])) for a, b in itertools.combinations(names, 2)
-        } & missing
-
-    cases = []
-    while missing:
-        anchor = rng.choice(sorted(missing, key=repr))
-        best: dict[str, Any] = {}
-        best_count = 0
-        for _ in range(40):
-            values = {name: rng.choice(FACTORS[name]) for name in names} | dict(anchor)
-            if (count := len(covered(values))) > best_count:
-                best, best_count = values, count
-        missing -= covered(best)
-        cases.append(Case(**best))
-    return cases
-
-
-PAIRS = pairwise(1)
+PAIRS = pairwise(FACTORS, seed=1)
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import threading
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,7 @@ def browser() -> Iterator[Browser]:
     with sync_playwright() as library:
         # The sandbox needs rights that containers do not give; the page is our own.
         chromium = library.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        print(f"playwright {version('playwright')}, Chromium {chromium.version}")
         yield chromium
         chromium.close()
 
