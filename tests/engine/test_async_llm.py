@@ -15,7 +15,7 @@ from conformance import VOCAB, assert_balanced, make_engine, small_model
 
 from headrace import LLM, SamplingParams
 from headrace.engine.async_llm import AsyncLLM
-from headrace.errors import EngineDeadError, RequestError
+from headrace.errors import EngineDeadError, QueueFullError, RequestError
 from headrace.sampling_params import OutputKind
 
 if TYPE_CHECKING:
@@ -428,3 +428,24 @@ def test_a_request_is_aborted_before_it_was_added() -> None:
         assert llm.stats()["steps"] == 0
 
     assert_balanced(run(scene)._engine)
+
+
+def test_a_long_step_bounds_those_who_arrive_meanwhile() -> None:
+    async def scene(llm: AsyncLLM) -> None:
+        held = threading.Event()
+        llm._commands.put(held.wait)
+        first = [asyncio.create_task(collect(llm.generate([1, 2], SHORT))) for _ in range(3)]
+        while llm._arrivals.qsize() < len(first):
+            await asyncio.sleep(0.001)
+        waiting = llm._commands.qsize()
+        for _ in range(20):
+            with pytest.raises(QueueFullError, match="3 requests have not been taken in"):
+                await anext(llm.generate([1, 2], SHORT))
+        assert llm._arrivals.qsize() == len(first)
+        assert llm._commands.qsize() == waiting, "nothing is left of those that were refused"
+        held.set()
+        for answer in await asyncio.gather(*first):
+            assert answer[-1].outputs[0].finish_reason == "length"
+        assert await collect(llm.generate([1, 2], SHORT))
+
+    assert_balanced(run(scene, max_waiting=3)._engine)

@@ -23,7 +23,7 @@ from headrace.engine.engine import Engine
 from headrace.engine.inspection import describe_parts
 from headrace.engine.llm import chosen_config
 from headrace.engine.step_trace import StepTracer
-from headrace.errors import EngineDeadError, RequestError
+from headrace.errors import EngineDeadError, QueueFullError, RequestError
 from headrace.outputs import CompletionOutput, RequestOutput
 from headrace.sampling_params import check_kind
 
@@ -166,6 +166,7 @@ class AsyncLLM:
         try:
             grammar = await self._compile(sampling_params)
             bad_words = await self._bad_word_tokens(sampling_params)
+            self._check_arrivals(name)
             self._arrivals.put(add)
             self._commands.put(_look)
             # Again: an engine that died since has buried its mailboxes without this one.
@@ -304,6 +305,23 @@ class AsyncLLM:
                 command = self._commands.get_nowait()
                 if command is None:
                     return
+
+    def _check_arrivals(self, name: str) -> None:
+        """Refuse a request while the engine, inside a long step, has not taken in many others.
+
+        The engine bounds its own queue, but only when it looks: a step may take minutes, or hang.
+
+        Raises:
+            QueueFullError: As many have arrived as may wait.
+        """
+        limit, arrived = self._engine.config.max_waiting, self._arrivals.qsize()
+        if arrived >= limit:
+            # It never arrived, so the engine need not hear of its end.
+            self._mailboxes.pop(name, None)
+            raise QueueFullError(
+                f"{arrived} requests have not been taken in yet and the limit is {limit}; try "
+                "again later, or raise max_waiting"
+            )
 
     def _take_arrivals(self) -> None:
         """Add new requests, for a while: then those who run have a step before there are more."""
