@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace.ops.gated_delta_decode.kernel import gated_delta_decode_kernel
-from headrace.rt.kernels import launch_kernel
+from headrace.ops.gated_delta_decode.kernel_replay import (
+    replay_advance_kernel,
+    replay_answer_kernel,
+)
+from headrace.rt.kernels import is_interpreted, launch_kernel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,6 +23,12 @@ ROWS, NUM_WARPS = 32, 4
 
 BATCH = 4
 """Pending tokens whose loads are on the way together."""
+
+REPLAY_ROWS = 64
+"""Value rows of a program that asks bfloat16 states."""
+
+LEAST_WIDTH = 16
+"""Tensor cores take products of so many terms and columns."""
 
 MIN_PROGRAMS = 256
 """With fewer rows x key heads than this, states are spread over more programs in three launches.
@@ -58,6 +68,8 @@ def gated_delta_decode(
         scheme = [None, None, *(getattr(rows, name) for name in names), ring.inputs, ring.updates]
         blocks_stride = 0
         entries = taps - 1
+    # Written and read by programs of the same row and key head; L2 keeps it.
+    made = torch.empty(inputs.shape[0], scratch, dtype=torch.float32, device=inputs.device)
     arguments = (
         inputs,
         gate,
@@ -73,8 +85,7 @@ def gated_delta_decode(
         token_index,
         query_lens,
         *scheme,
-        # Written and read by the same program; L2 keeps it.
-        torch.empty(inputs.shape[0], scratch, dtype=torch.float32, device=inputs.device),
+        made,
         inputs.stride(0),
         gate.stride(0),
         logits.stride(0),
@@ -86,10 +97,9 @@ def gated_delta_decode(
     )
     value_rows = min(ROWS, v_dim)
     n = token_index.shape[0]
-    phases: dict[int, tuple[int, ...]] = {0: (n, hk)}
-    if n * hk < MIN_PROGRAMS:
-        phases = {1: (n, hk), 2: (n, hk, hv // hk * v_dim // value_rows), 3: (n, hk)}
-    for phase, grid in phases.items():
+    is_split = n * hk < MIN_PROGRAMS
+
+    def launch(phase: int, *grid: int) -> None:
         launch_kernel(
             gated_delta_decode_kernel,
             grid,
@@ -109,3 +119,52 @@ def gated_delta_decode(
             PHASE=phase,
             num_warps=NUM_WARPS,
         )
+
+    if ring is not None and state.dtype == torch.bfloat16:
+        launch(1, n, hk)
+        _ask(state, made, token_index, query_lens, tuple(scheme[2:8]), ring, hk)
+        launch(3, n, hk)
+    elif is_split:
+        launch(1, n, hk)
+        launch(2, n, hk, hv // hk * v_dim // value_rows)
+        launch(3, n, hk)
+    else:
+        launch(0, n, hk)
+
+
+def _ask(
+    state: Tensor,
+    made: Tensor,
+    token_index: Tensor,
+    query_lens: Tensor,
+    rows: tuple[Tensor | None, ...],
+    ring: Ring,
+    hk: int,
+) -> None:
+    """The states' part for bfloat16 states of the replay scheme."""
+    hv, v_dim, k_dim = state.shape[1:]
+    width, length = token_index.shape[1], ring.inputs.shape[1]
+    value_rows = min(REPLAY_ROWS, v_dim)
+    grid = token_index.shape[0], hk, hv // hk * v_dim // value_rows
+    sizes = {
+        "HK": hk, "GROUP": hv // hk, "K": k_dim, "V": v_dim, "ROWS": value_rows,
+        "PENDING": max(LEAST_WIDTH, length), "RING": length, "num_warps": NUM_WARPS,
+    }  # fmt: skip
+    launch_kernel(
+        replay_advance_kernel, grid, state, query_lens, *rows, ring.updates, state.stride(0), **sizes
+    )
+    launch_kernel(
+        replay_answer_kernel,
+        grid,
+        state,
+        made,
+        token_index,
+        query_lens,
+        *rows,
+        ring.updates,
+        state.stride(0),
+        QUERY=width,
+        IS_INTERPRETED=is_interpreted(),
+        COLUMNS=max(LEAST_WIDTH, 1 << (2 * width - 1).bit_length()),
+        **sizes,
+    )
