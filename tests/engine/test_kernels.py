@@ -282,7 +282,7 @@ def test_a_cuda_device_takes_kernels_where_there_are_some() -> None:
 @pytest.mark.parametrize(
     ("changes", "without_drafts", "with_drafts"),
     [
-        ({}, "columns", "columns"),
+        ({}, "columns", "replay"),
         ({"state_dtype": "float32"}, "columns", "replay"),
         ({"replay_interval": 8}, "replay", "replay"),
         ({"kernels": "torch"}, "replay", "replay"),

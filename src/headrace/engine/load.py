@@ -355,8 +355,8 @@ def _resolve(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
 def resolve_scheme(config: EngineConfig, *, has_drafts: bool) -> Literal["columns", "replay"]:
     """Which scheme keeps states, by what was measured to be faster (decision 0019).
 
-    With kernels a state is written sooner than it is brought forward again, but for large states
-    that each draft would write once more.
+    With kernels a state is written sooner than it is brought forward again, but where each draft
+    would write it once more.
 
     Args:
         config: Settings, of which all but `state_scheme` are resolved.
@@ -366,7 +366,7 @@ def resolve_scheme(config: EngineConfig, *, has_drafts: bool) -> Literal["column
         return config.state_scheme
     if config.kernels != "triton" or config.device == "cpu" or config.replay_interval is not None:
         return "replay"
-    return "replay" if has_drafts and config.state_dtype == "float32" else "columns"
+    return "replay" if has_drafts else "columns"
 
 
 def resolve_kernels(config: EngineConfig, model_config: ModelConfig) -> Kernels:
