@@ -108,6 +108,27 @@ def test_captured_steps_give_the_bits_of_the_plain_loop(
     assert graphs.num_replays > 0
 
 
+def test_rows_may_be_filled_up_to_more_tokens_than_a_step_may_hold() -> None:
+    """All rows with all drafts are more than the budget, which then bounds their drafts."""
+    seed = secrets.randbits(32)
+    print(f"{seed=}")
+    rng = random.Random(seed)
+    model = small_model(seed)
+    engine = engine_with_graphs(
+        model, "scripted:3", "columns", max_num_seqs=6, max_num_batched_tokens=16
+    )
+    params = replace(GREEDY, max_tokens=60, logprobs=None)
+    jobs = [solve(model, Job([2 + index], params), states=True) for index in range(6)]
+    for job in jobs:
+        job.script = script_for(job, 3, rng)
+    for job, output in zip(jobs, drive(engine, jobs, rng, stagger=0.0), strict=True):
+        assert job.run is not None
+        assert output.outputs[0].token_ids == job.run.tokens
+    graphs = engine.worker.graphs
+    assert graphs is not None
+    assert max(size[0] * size[1] for _, size, _ in graphs._graphs) > 16
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rules_forks_and_aborts_are_the_same_with_graphs(layout: str) -> None:
     seed = secrets.randbits(32)

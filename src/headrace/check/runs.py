@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import traceback
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,9 +95,13 @@ def run_seed(target: Target, seed: int, exercise: Exercise) -> SimRuntime:
     simulated = cast("SimRuntime", runtime)
     try:
         exercise.wrong += target.run(runtime, seed)
-    except rt.RtError as error:
-        # Kept as a finding: a refused access or a deadlock ends the run, not the check.
-        exercise.wrong.append(f"seed {seed} ended early: {type(error).__name__}: {error}")
+    except Exception as error:
+        # Kept as a finding, with its seed: a refused access, a deadlock or a crash of the engine
+        # ends the run, not the check.
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{Path(where.filename).name}:{where.lineno}"
+        what = f"{type(error).__name__}: {error}"
+        exercise.wrong.append(f"seed {seed} ended early at {place}: {what}")
     exercise.seeds.append(seed)
     exercise.steady_steps += target.num_steady_steps
     exercise.early_steps += target.num_early_steps

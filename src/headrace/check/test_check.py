@@ -88,6 +88,26 @@ def test_run_out_of_sight_is_a_failure(capsys: pytest.CaptureFixture[str]) -> No
     assert "TOO-FEW-ACCESSES seed 0" in capsys.readouterr().out
 
 
+class CrashingTarget(ToyTarget):
+    """Its engine raises."""
+
+    name = "crashing"
+
+    def run(self, runtime: rt.Runtime, seed: int) -> list[str]:
+        del runtime
+        raise ZeroDivisionError(f"nothing divides, {seed=}")
+
+
+def test_a_crash_of_the_engine_is_a_finding_with_its_seed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run_check(seeds=2, targets=[CrashingTarget()]) == 1
+    text = capsys.readouterr().out
+    for seed in range(2):
+        assert f"seed {seed} ended early at test_check.py" in text
+    assert "ZeroDivisionError: nothing divides, seed=1" in text
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_founding_fault_is_reported_for_every_seed(seed: int) -> None:
     run = run_once(CountsLandInCompactedArray, seed, "random", is_faulty=True, checks=True)

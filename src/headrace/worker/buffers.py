@@ -87,8 +87,8 @@ class WorkerSizes:
 
     @property
     def padded_tokens(self) -> int:
-        """T."""
-        return _pad(self.max_tokens)
+        """T: a step's tokens, or those of all rows with all drafts, which steps may be filled up to."""
+        return max(_pad(self.max_tokens), self.max_samples)
 
 
 def state_columns(sizes: WorkerSizes) -> int:

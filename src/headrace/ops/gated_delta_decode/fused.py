@@ -150,8 +150,9 @@ def _ask(
         "HK": hk, "GROUP": hv // hk, "K": k_dim, "V": v_dim, "ROWS": value_rows,
         "PENDING": max(LEAST_WIDTH, length), "RING": length, "num_warps": NUM_WARPS,
     }  # fmt: skip
+    stride = state.stride(0)
     launch_kernel(
-        replay_advance_kernel, grid, state, query_lens, *rows, ring.updates, state.stride(0), **sizes
+        replay_advance_kernel, grid, state, query_lens, *rows, ring.updates, stride, **sizes
     )
     launch_kernel(
         replay_answer_kernel,
@@ -162,7 +163,7 @@ def _ask(
         query_lens,
         *rows,
         ring.updates,
-        state.stride(0),
+        stride,
         QUERY=width,
         IS_INTERPRETED=is_interpreted(),
         COLUMNS=max(LEAST_WIDTH, 1 << (2 * width - 1).bit_length()),
