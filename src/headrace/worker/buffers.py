@@ -87,7 +87,7 @@ class WorkerSizes:
 
     @property
     def padded_tokens(self) -> int:
-        """T: a step's tokens, or all rows with all drafts, which captured steps are filled up to."""
+        """T: a step's tokens, or all rows with all drafts: captured steps are filled up."""
         return max(_pad(self.max_tokens), self.max_samples)
 
 
