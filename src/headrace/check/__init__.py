@@ -132,6 +132,7 @@ def _summary(target: Target, exercise: Exercise) -> str:
         f"{exercise.launches} launches, {exercise.accesses} accesses, {exercise.syncs} host waits, "
         f"{seen} of {possible} pairs of state kind and overlap; "
         f"{len(exercise.reports)} reports, {len(exercise.wrong)} wrong answers"
+        + (f", {len(exercise.ended)} runs ended by an error" if exercise.ended else "")
     )
 
 
@@ -152,6 +153,7 @@ def _describe(target: Target, exercise: Exercise) -> str:
         lines += [f"    {kind}: {overlap}" for kind, overlap in missing]
     lines += [str(report) for report in exercise.reports]
     lines += [f"WRONG-TOKENS {wrong}" for wrong in exercise.wrong]
+    lines += [f"ENDED-EARLY {ended}" for ended in exercise.ended]
     lines += [
         f"TOO-FEW-ACCESSES seed {number}: fewer than {target.min_accesses_per_step} checked "
         "accesses a step; something has left the checker's sight"
@@ -179,6 +181,7 @@ def _as_json(
         "reports": [
             *[report.as_dict() for run in runs for report in run.reports],
             *[{"kind": "WRONG-TOKENS", "detail": wrong} for run in runs for wrong in run.wrong],
+            *[{"kind": "ENDED-EARLY", "detail": ended} for run in runs for ended in run.ended],
             *[
                 {"kind": "TOO-FEW-ACCESSES", "seed": number}
                 for run in runs

@@ -56,6 +56,7 @@ class EngineFault:
         shares_prefix: Give every prompt the same beginning, so that later ones hit.
         num_completions: Of every prompt.
         has_rules: Let every output follow a grammar.
+        has_extras: Let requests have logit rules and log-probabilities, as their seed says.
     """
 
     detour: Detour
@@ -66,6 +67,7 @@ class EngineFault:
     shares_prefix: bool = False
     num_completions: int = 1
     has_rules: bool = False
+    has_extras: bool = False
 
 
 def workload_of(fault: EngineFault, seed: int) -> RealWorkload:
@@ -86,6 +88,16 @@ def workload_of(fault: EngineFault, seed: int) -> RealWorkload:
     requests = tuple(
         replace(one, rules=1 + one.seed % 1000 if fault.has_rules else 0) for one in requests
     )
+    if fault.has_extras:
+        requests = tuple(
+            replace(one, bias=(at, 3.0), penalty=1.5, logprobs=-1, prompt_logprobs=-1)
+            for at, one in enumerate(requests, start=2)
+        )
+    else:
+        requests = tuple(
+            replace(one, bias=None, penalty=0.0, logprobs=None, prompt_logprobs=None)
+            for one in requests
+        )
     if fault.num_completions > 1:
         # They part only after the prompt, so that it takes some tokens to tell them apart.
         requests = tuple(replace(one, num_tokens=9, abort_after=None) for one in requests)
@@ -181,12 +193,14 @@ def _fault(
     shares_prefix: bool = False,
     num_completions: int = 1,
     has_rules: bool = False,
+    has_extras: bool = False,
     **settings: Any,  # noqa: ANN401 - fields of EngineConfig
 ) -> Callable[[Detour], Detour]:
     def add(detour: Detour) -> Detour:
         one = EngineFault(
             detour=detour, settings=settings, kinds=kinds, buffer=buffer, sites=sites,
             shares_prefix=shares_prefix, num_completions=num_completions, has_rules=has_rules,
+            has_extras=has_extras,
         )
         summary = (detour.__doc__ or "").strip().splitlines()[0]
         register(Mutant(name=name, letter=letter, run=partial(run_fault, one), summary=summary))
@@ -367,6 +381,132 @@ def row_gather_on_a_side_stream(engine: Engine, faulty: bool) -> None:  # noqa: 
 def graph_inputs_on_a_side_stream(engine: Engine, faulty: bool) -> None:  # noqa: FBT001
     """A captured step's inputs and outputs are copied on a stream that its replay ignores."""
     _aside(engine, (copy_fields,), faulty=faulty)
+
+
+@_fault(
+    "engine-graph-inputs-overwritten-early", "H", UNORDERED, buffer="graph.in", graphs="on",
+    speculative="none", batch_layout="slots",
+)
+def graph_inputs_overwritten_early(engine: Engine, faulty: bool) -> None:  # noqa: FBT001
+    """A stream of its own brings the next step's inputs while a replay still reads the last."""
+    worker, runtime = engine.worker, engine.parts.runtime
+    graphs = worker.graphs
+    assert graphs is not None
+    stage, load = worker._stager.stage, graphs.load  # noqa: SLF001
+    side = runtime.stream("side")
+
+    def staging(frame: Any, stream: rt.Stream, *arguments: Any, **more: Any) -> Any:  # noqa: ANN401
+        staged = stage(frame, side, *arguments, **more)
+        if staged.padded is None:
+            stream.wait(side.record())
+        return staged
+
+    def loading(frame: rt.Frame, rows: Any) -> None:  # noqa: ANN401
+        compute = graphs._stream  # noqa: SLF001
+        if not faulty:
+            side.wait(compute.record())
+        graphs._stream = side  # noqa: SLF001
+        load(frame, rows)
+        graphs._stream = compute  # noqa: SLF001
+        compute.wait(side.record())
+
+    worker._stager.stage = staging  # type: ignore[method-assign]  # noqa: SLF001
+    graphs.load = loading  # type: ignore[method-assign]
+
+
+@_fault(
+    "engine-graph-outputs-fetched-in-place", "H", UNORDERED, buffer="graph.out", graphs="on",
+    speculative="none", batch_layout="slots",
+)
+def graph_outputs_fetched_in_place(engine: Engine, faulty: bool) -> None:  # noqa: FBT001
+    """Results are read back from static memory, which the next replay writes."""
+    runtime, graphs = engine.parts.runtime, engine.worker.graphs
+    assert graphs is not None
+    store, fetch = graphs.store, runtime.fetch
+    static: dict[str, Any] = {}
+
+    def storing(wanted: Any) -> None:  # noqa: ANN401
+        if faulty:
+            for name, view in wanted.items():
+                static[name] = graphs.outputs[name][: len(view)]
+        else:
+            store(wanted)
+
+    def fetching(views: Any, **more: Any) -> rt.Ticket:  # noqa: ANN401
+        instead = dict(static)
+        static.clear()
+        return fetch(instead or views, **more)
+
+    graphs.store = storing  # type: ignore[method-assign]
+    runtime.fetch = fetching  # type: ignore[method-assign]
+
+
+def _around_replays(engine: Engine, name: str, *, is_before: bool) -> None:
+    """Let the replays of steps in one piece come right before or after a copy of their fields."""
+    graphs = engine.worker.graphs
+    assert graphs is not None
+    copy, run = getattr(graphs, name), graphs.run
+    copies: list[Any] = []
+    runs: list[Any] = []
+
+    def copying(*arguments: Any) -> None:  # noqa: ANN401
+        copies.append(arguments)
+        if name == "store":
+            flush()
+
+    def running(part: str, *arguments: Any) -> None:  # noqa: ANN401
+        runs.append((part, *arguments))
+        if name == "load":
+            flush()
+
+    def flush() -> None:
+        steps = [(run, one) for one in runs], [(copy, one) for one in copies]
+        for call, arguments in (*steps[not is_before], *steps[is_before]):
+            call(*arguments)
+        runs.clear()
+        copies.clear()
+
+    setattr(graphs, name, copying)
+    graphs.run = running  # type: ignore[method-assign, assignment]
+
+
+@_fault(
+    "engine-graph-reads-stale-inputs", "V", (WRONG,), graphs="on", speculative="none",
+    batch_layout="slots",
+    sites=("src/headrace/worker/graphs.py in StepGraphs.load",
+           "src/headrace/worker/launches.py in advance"),
+)
+def graph_reads_stale_inputs(engine: Engine, faulty: bool) -> None:  # noqa: FBT001
+    """A step's inputs are copied to static memory behind its replay, which reads the last ones."""
+    _around_replays(engine, "load", is_before=faulty)
+
+
+@_fault(
+    "engine-graph-outputs-copied-early", "V", (WRONG,), graphs="on", speculative="none",
+    batch_layout="slots",
+    sites=("src/headrace/worker/graphs.py in StepGraphs.store",
+           "src/headrace/worker/worker.py in Worker.execute"),
+)
+def graph_outputs_copied_early(engine: Engine, faulty: bool) -> None:  # noqa: FBT001
+    """A step's results are copied from static memory before its replay has made them."""
+    _around_replays(engine, "store", is_before=not faulty)
+
+
+@_fault(
+    "engine-padding-writes-a-live-block", "V", (WRONG,), graphs="on", speculative="scripted:3",
+    batch_layout="slots", sites=("src/headrace/worker/launches.py in advance",
+                                 "src/headrace/worker/launches.py in forward"),
+)
+def padding_writes_a_live_block(engine: Engine, faulty: bool) -> None:  # noqa: FBT001
+    """Tokens of padding keep the KV place of the first row's last token, and write there."""
+    launch = engine.parts.runtime.launch
+
+    def detour(op: Any, stream: rt.Stream, **arguments: Any) -> None:  # noqa: ANN401
+        if op is launches.advance and faulty:
+            arguments["shape"] = replace(arguments["shape"], is_padded=False)
+        launch(op, stream, **arguments)
+
+    engine.parts.runtime.launch = detour  # type: ignore[method-assign]
 
 
 @_fault(
@@ -571,6 +711,45 @@ def masks_on_a_side_stream(engine: Engine, faulty: bool) -> None:  # noqa: FBT00
         return made
 
     engine.worker._masks_stage.stage = detour  # type: ignore[method-assign]  # noqa: SLF001
+
+
+@_fault(
+    "engine-logit-rules-on-a-side-stream", "H", UNORDERED, buffer="rules", has_extras=True,
+    speculative="scripted:3",
+)
+def logit_rules_on_a_side_stream(engine: Engine, faulty: bool) -> None:  # noqa: FBT001
+    """Biases and penalties are copied on a side stream that verify does not wait for."""
+    runtime = engine.parts.runtime
+    stage, side = engine.worker._rules_stage.stage, runtime.stream("side")  # noqa: SLF001
+
+    def detour(rows: Any, stream: rt.Stream) -> Any:  # noqa: ANN401
+        side.wait(stream.record())
+        made = stage(rows, side)
+        if not faulty:
+            stream.wait(side.record())
+        return made
+
+    engine.worker._rules_stage.stage = detour  # type: ignore[method-assign]  # noqa: SLF001
+
+
+@_fault(
+    "engine-scores-overwritten-while-read-back", "H", UNORDERED, buffer="prompt.",
+    has_extras=True, speculative="none",
+)
+def scores_overwritten_while_read_back(engine: Engine, faulty: bool) -> None:  # noqa: FBT001
+    """A prompt's log-probabilities are read back on a stream that the next ones do not wait for."""
+    runtime = engine.parts.runtime
+    fetch, compute, d2h = runtime.fetch, runtime.stream("compute"), runtime.stream("d2h")
+
+    def detour(views: Any, *, on: rt.Stream, after: Any = None, rows: Any = None) -> rt.Ticket:  # noqa: ANN401
+        if on is not compute:
+            return fetch(views, on=on, after=after, rows=rows)
+        ticket = fetch(views, on=d2h, after=compute.record(), rows=rows)
+        if not faulty:
+            compute.wait(d2h.record())
+        return ticket
+
+    runtime.fetch = detour  # type: ignore[method-assign]
 
 
 @_fault(

@@ -22,21 +22,31 @@ from headrace.config import EngineConfig
 from headrace.engine.engine import Engine
 from headrace.engine.load import load_parts
 from headrace.engine.sequence import Sequence
-from headrace.models.reference_loop import greedy, run_reference
+from headrace.models.reference_loop import (
+    RUNNING,
+    build_caches,
+    greedy,
+    prompt_batch,
+    run_reference,
+)
 from headrace.sampling_params import SamplingParams, completion_seed
 from headrace.testing import tiny_family
 from headrace.worker.sampler import SamplingTensors, sample
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence as Listing
+
     from torch import Tensor
 
     from headrace import rt
+    from headrace.outputs import RequestOutput, TokenLogprob
 
 VOCAB = 48
 GRID = 16
 NUM_MTP_MODELS = 2
 """The first models are alike and have an MTP head; the others show what else there is."""
 _MAX_LEN = 96
+_SCORE_TOLERANCE = 1e-4
 _FIRST_FORK = 10**6
 """Sequences that the workload forks have ids of their own."""
 _QWEN: dict[str, Any] = {
@@ -98,6 +108,10 @@ class RealRequest:
         num_completions: Sequences that fork off its prompt; several draw their tokens.
         seed: Of their noise.
         rules: Key of the grammar that its outputs follow, or 0.
+        bias: Token, and what is added to its logits.
+        penalty: Taken off the logits of tokens that it has generated.
+        logprobs: Likeliest tokens reported at each output position, -1 for all, or None.
+        prompt_logprobs: The same for its prompt.
         arrival: Engine step at which it is added.
         abort_after: Steps after arrival at which it is aborted, or None.
     """
@@ -107,6 +121,10 @@ class RealRequest:
     num_completions: int
     seed: int
     rules: int
+    bias: tuple[int, float] | None
+    penalty: float
+    logprobs: int | None
+    prompt_logprobs: int | None
     arrival: int
     abort_after: int | None
 
@@ -144,6 +162,7 @@ def generate_real(seed: int) -> RealWorkload:
     forks = random.Random(seed + 1)  # noqa: S311
     grammars = random.Random(seed + 2)  # noqa: S311
     captures = random.Random(seed + 3)  # noqa: S311
+    asks = random.Random(seed + 4)  # noqa: S311
     drafter = rng.choice(
         ["none", "scripted:1", "scripted:3", "scripted:5", "ngram:3", "mtp:2", "draft:x:2"]
     )
@@ -185,6 +204,10 @@ def generate_real(seed: int) -> RealWorkload:
                 num_completions=forks.choice([1, 1, 1, 1, 2, 3]),
                 seed=forks.randrange(2**31),
                 rules=grammars.choice([0, 0, 0, grammars.randrange(1, 2**15)]),
+                bias=asks.choice([None, None, None, (asks.randrange(2, VOCAB), 2.5)]),
+                penalty=asks.choice([0.0, 0.0, 0.0, 1.5]),
+                logprobs=asks.choice([None, None, None, None, 2, -1]),
+                prompt_logprobs=asks.choice([None, None, None, None, 2, -1]),
                 arrival=rng.choice([0, 0, 1, 2, 4, 7, 12]),
                 abort_after=rng.randrange(0, 8) if rng.random() < 0.15 else None,  # noqa: PLR2004
             )
@@ -230,6 +253,7 @@ class RealTarget:
 
     def run(self, runtime: rt.Runtime, seed: int) -> list[str]:
         """See `Target.run`."""
+        self.num_steady_steps = self.num_early_steps = 0
         workload = generate_real(seed)
         engine = make_engine(workload, runtime)
         answers = serve(workload, engine)
@@ -258,10 +282,12 @@ class Answers:
 
     Attributes:
         tokens: Of each request, each completion.
+        outputs: Of each request, the last.
         forks: Sequences that forked off a generating one, and which completion that was.
     """
 
     tokens: list[list[list[int]]]
+    outputs: list[RequestOutput | None]
     forks: list[tuple[Sequence, int, int]]
 
 
@@ -276,6 +302,9 @@ def wrong_answers(workload: RealWorkload, answers: Answers) -> list[str]:
                 wrong.append(
                     f"completion {place} of request {index} got {got} instead of {expected}"
                 )
+    for index, output in enumerate(answers.outputs):
+        if output is not None:
+            wrong += wrong_scores(workload.model_seed, workload.requests[index], output)
     for seq, index, place in answers.forks:
         expected = reference(workload.model_seed, workload.requests[index], place)
         if seq.output_token_ids != expected:
@@ -286,9 +315,43 @@ def wrong_answers(workload: RealWorkload, answers: Answers) -> list[str]:
     return wrong
 
 
+def wrong_scores(model_seed: int, request: RealRequest, output: RequestOutput) -> list[str]:
+    """One sentence for each list of log-probabilities that differs from the plain loop's."""
+    wrong = []
+    if request.logprobs is not None:
+        for done in output.outputs:
+            _, logits = _run(model_seed, request, done.index)
+            if not _scores_agree(done.logprobs or [], logits, list(done.token_ids)):
+                wrong.append(
+                    f"completion {done.index} of request {output.request_id} got other "
+                    "log-probabilities"
+                )
+    # An abort may come before the prompt's end.
+    if request.prompt_logprobs is not None and any(done.token_ids for done in output.outputs):
+        entries = (output.prompt_logprobs or [None])[1:]
+        logits = _prompt_logits(model_seed, request.prompt)
+        if not _scores_agree(entries, logits, list(request.prompt[1:])):
+            wrong.append(f"the prompt of request {output.request_id} got other log-probabilities")
+    return wrong
+
+
+def _scores_agree(
+    entries: Listing[dict[int, TokenLogprob] | None], logits: Tensor, tokens: list[int]
+) -> bool:
+    if len(entries) != len(tokens):
+        return False
+    expected = torch.log_softmax(logits[: len(tokens)], dim=-1)
+    return all(
+        entry is not None and token in entry
+        and all(abs(float(line[t]) - one.logprob) <= _SCORE_TOLERANCE for t, one in entry.items())
+        for entry, token, line in zip(entries, tokens, expected, strict=True)
+    )
+
+
 def serve(workload: RealWorkload, engine: Engine) -> Answers:
     """Serve every request; returns the tokens each one got."""
     answers: list[list[list[int]]] = [[] for _ in workload.requests]
+    outputs: list[RequestOutput | None] = [None] * len(workload.requests)
     forks: list[tuple[Sequence, int, int]] = []
     rng = random.Random(workload.model_seed)  # noqa: S311
     waiting = list(enumerate(workload.requests))
@@ -304,12 +367,15 @@ def serve(workload: RealWorkload, engine: Engine) -> Answers:
             output = engine.abort(str(index))
             if output is not None:
                 answers[index] = [list(done.token_ids) for done in output.outputs]
+                outputs[index] = output
         forks.extend(_disturb(engine, workload, step, rng))
         for output in engine.step():
             if output.outputs:
-                answers[int(output.request_id)] = [list(done.token_ids) for done in output.outputs]
+                index = int(output.request_id)
+                answers[index] = [list(done.token_ids) for done in output.outputs]
+                outputs[index] = output
         step += 1
-    return Answers(answers, forks)
+    return Answers(answers, outputs, forks)
 
 
 def _add(
@@ -317,7 +383,9 @@ def _add(
 ) -> None:
     params = SamplingParams(
         n=request.num_completions, temperature=request.temperature, seed=request.seed,
-        max_tokens=request.num_tokens, ignore_eos=True,
+        max_tokens=request.num_tokens, ignore_eos=True, presence_penalty=request.penalty,
+        logit_bias=None if request.bias is None else dict([request.bias]),
+        logprobs=request.logprobs, prompt_logprobs=request.prompt_logprobs,
     )
     added = engine.add_request(
         str(index), list(request.prompt), params,
@@ -376,18 +444,30 @@ def model_of(seed: int) -> Any:  # noqa: ANN401 - any class of headrace.models
 
 @lru_cache(maxsize=4096)
 def _reference(
-    model_seed: int, prompt: tuple[int, ...], num_tokens: int, seed: int | None, rules: int
-) -> tuple[int, ...]:
+    model_seed: int,
+    prompt: tuple[int, ...],
+    num_tokens: int,
+    seed: int | None,
+    rules: int,
+    bias: tuple[int, float] | None,
+    penalty: float,
+) -> tuple[tuple[int, ...], Tensor]:
     state = TokenRules(rules, VOCAB) if rules else None
     num_needed = num_tokens
+    has_occurred = torch.zeros(VOCAB, dtype=torch.bool)
 
     def choose(logits: Tensor, position: int) -> int:
         nonlocal num_needed
         if position - len(prompt) >= num_needed:
             return 0  # The grammar has ended.
+        logits = logits.clone()
+        if bias is not None:
+            logits[bias[0]] += bias[1]
+        logits = torch.where(has_occurred, logits - penalty, logits)
         if state is not None:
             logits = logits.masked_fill(~torch.from_numpy(state.allowed()), -torch.inf)
         token = greedy(logits, position) if seed is None else draw(logits, position)
+        has_occurred[token] = True
         if state is not None and state.advance(token):
             num_needed = position - len(prompt) + 1
         return token
@@ -406,12 +486,27 @@ def _reference(
         model_of(model_seed), list(prompt), num_tokens, scan_grid=GRID,
         choose=choose,
     )
-    return tuple(run.tokens[:num_needed])
+    return tuple(run.tokens[:num_needed]), run.logits[:num_needed]
 
 
 def reference(model_seed: int, request: RealRequest, completion: int = 0) -> list[int]:
     """The plain loop's tokens for one completion of a request."""
+    return list(_run(model_seed, request, completion)[0])
+
+
+def _run(model_seed: int, request: RealRequest, completion: int) -> tuple[tuple[int, ...], Tensor]:
+    """Tokens, and the raw logits that each of them was chosen from."""
     seed = completion_seed(request.seed, completion) if request.temperature else None
-    return list(
-        _reference(model_seed, request.prompt, request.num_tokens, seed, request.rules)
+    return _reference(
+        model_seed, request.prompt, request.num_tokens, seed, request.rules, request.bias,
+        request.penalty,
     )
+
+
+@lru_cache(maxsize=1024)
+def _prompt_logits(model_seed: int, prompt: tuple[int, ...]) -> Tensor:
+    """Raw logits at each position of a prompt, [tokens, vocabulary]."""
+    model = model_of(model_seed)
+    caches = build_caches(model, max_tokens=len(prompt), state_blocks=RUNNING + 1)
+    batch = prompt_batch(model, prompt, 0, len(prompt), (), scan_grid=GRID)
+    return model.logits(model.forward(batch, caches)[: len(prompt)])

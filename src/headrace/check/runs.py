@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import torch
 
 from headrace import rt
-from headrace.rt.reports import hide_driver
+from headrace.rt.reports import hide_driver, is_inside, site_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,6 +42,7 @@ class Exercise:
         pairs: (state kind, overlap) seen.
         reports: Findings, in the order of the seeds.
         wrong: Requests whose tokens differ from the reference.
+        ended: Runs that an error ended, and where it was raised.
         steady_steps, early_steps: Steps right after another one, and those among them that were
             enqueued before that one's results were read.
         thin_seeds: Seeds with fewer checked accesses per step than the target's floor.
@@ -55,6 +56,7 @@ class Exercise:
     pairs: set[tuple[str, str]] = field(default_factory=set)
     reports: list[rt.Report] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
     thin_seeds: list[int] = field(default_factory=list)
     steady_steps: int = 0
     early_steps: int = 0
@@ -69,14 +71,15 @@ class Exercise:
         self.pairs |= other.pairs
         self.reports += other.reports
         self.wrong += other.wrong
+        self.ended += other.ended
         self.thin_seeds += other.thin_seeds
         self.steady_steps += other.steady_steps
         self.early_steps += other.early_steps
 
     @property
     def is_clean(self) -> bool:
-        """No report, no wrong token, nothing out of sight."""
-        return not (self.reports or self.wrong or self.thin_seeds)
+        """No report, no wrong token, no error, nothing out of sight."""
+        return not (self.reports or self.wrong or self.ended or self.thin_seeds)
 
 
 def policy_of(seed: int) -> rt.Policy:
@@ -96,12 +99,9 @@ def run_seed(target: Target, seed: int, exercise: Exercise) -> SimRuntime:
     try:
         exercise.wrong += target.run(runtime, seed)
     except Exception as error:
-        # Kept as a finding, with its seed: a refused access, a deadlock or a crash of the engine
-        # ends the run, not the check.
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        place = f"{Path(where.filename).name}:{where.lineno}"
-        what = f"{type(error).__name__}: {error}"
-        exercise.wrong.append(f"seed {seed} ended early at {place}: {what}")
+        # Whatever a race has broken ends the run, not the check: an index out of range in a launch
+        # says less than the reports that were made before it.
+        exercise.ended.append(f"seed {seed}: {type(error).__name__} at {_site(error)}: {error}")
     exercise.seeds.append(seed)
     exercise.steady_steps += target.num_steady_steps
     exercise.early_steps += target.num_early_steps
@@ -114,6 +114,12 @@ def run_seed(target: Target, seed: int, exercise: Exercise) -> SimRuntime:
     if runtime.stats.accesses < target.min_accesses_per_step * runtime.stats.steps:
         exercise.thin_seeds.append(seed)
     return simulated
+
+
+def _site(error: Exception) -> str:
+    """Innermost frame of ours that an error went through."""
+    frames = [(f.f_code, line) for f, line in traceback.walk_tb(error.__traceback__)][::-1]
+    return site_of(tuple(frame for frame in frames if not is_inside(frame[0])))
 
 
 def run_seeds(target: Target, seeds: Sequence[int]) -> Exercise:
