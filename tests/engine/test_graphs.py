@@ -10,6 +10,7 @@ import random
 import secrets
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -127,6 +128,23 @@ def test_rows_may_be_filled_up_to_more_tokens_than_a_step_may_hold() -> None:
     graphs = engine.worker.graphs
     assert graphs is not None
     assert max(size[0] * size[1] for _, size, _ in graphs._graphs) > 16
+
+
+@pytest.mark.parametrize("drafts", ["ngram:2", "scripted:3"])
+def test_steps_without_drafts_capture_no_part_that_launches_nothing(drafts: str) -> None:
+    """A sampled step is two parts; CUDA complains of an empty one."""
+    model = small_model(0)
+    engine = engine_with_graphs(model, drafts, "replay", max_num_seqs=2)
+    engine.scheduler.policy = Mock(choose=lambda _: 0)
+    job = solve(model, Job([2, 3], replace(GREEDY, max_tokens=9, temperature=1.0, seed=1)))
+    if drafts.startswith("scripted"):
+        job.script = script_for(job, 3, random.Random(0))
+    (output,) = drive(engine, [job], random.Random(0), stagger=0.0)
+    assert job.run is not None
+    assert output.outputs[0].token_ids == job.run.tokens
+    graphs = engine.worker.graphs
+    assert graphs is not None
+    assert {part for part, _, _ in graphs._graphs} == {"logits"}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -440,7 +440,7 @@ class Worker:
             logits = self._choose(
                 place, self._compute, output, staged.first, staged.shape.num_samples
             )
-            if self._needs_save(shape) or self.drafter != "none" or output.lands_drafts:
+            if self._needs_save(shape) or self._has_drafter(shape) or output.lands_drafts:
                 graphs.run(
                     "drafts", size, kind, lambda stream: self._propose(place, stream, output)
                 )
@@ -573,9 +573,16 @@ class Worker:
                 outputs=place.outputs, shape=shape,
             )
 
+    def _has_drafter(self, shape: StepShape) -> bool:
+        """Whether a drafter has work: those with caches of their own also where nothing is drafted.
+
+        The others would launch nothing, and nothing is no graph.
+        """
+        return self.drafter in ("mtp", "draft") or (self.drafter != "none" and shape.num_drafts > 0)
+
     def _draft(self, place: _Place, stream: rt.Stream, *, is_fork: bool) -> None:
         shape, inputs, launch = place.shape, place.inputs, self.runtime.launch
-        if not shape.num_tokens:
+        if not shape.num_tokens or not self._has_drafter(shape):
             return
         if self.drafter == "mtp":
             launch(
