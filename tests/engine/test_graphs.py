@@ -147,6 +147,31 @@ def test_steps_without_drafts_capture_no_part_that_launches_nothing(drafts: str)
     assert {part for part, _, _ in graphs._graphs} == {"logits"}
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_states_that_captured_steps_complete_are_those_of_a_plain_pass(
+    layout: str, scheme: str
+) -> None:
+    """Where bits are promised such states are not cached: here they are, to be compared."""
+    rng = random.Random(11)
+    model = small_model(1)
+    engine = engine_with_graphs(
+        model, "scripted:3", scheme, batch_layout=layout, deterministic=False
+    )
+    jobs = make_jobs(model, rng, [5, 13, 9, 11])
+    for job in jobs:
+        job.script = script_for(job, 3, rng)
+    drive(engine, jobs, rng)
+    assert any(
+        entry.is_generated
+        for pool in engine.scheduler.state_pools for entry in pool._entries.values()
+    )
+    assert_checkpoints(engine, jobs)
+    graphs = engine.worker.graphs
+    assert graphs is not None
+    assert graphs.num_replays > graphs.num_launches
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rules_forks_and_aborts_are_the_same_with_graphs(layout: str) -> None:
     seed = secrets.randbits(32)
