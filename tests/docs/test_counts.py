@@ -37,9 +37,9 @@ def test_measured_figures_are_those_of_the_results_and_of_what_runs() -> None:
 
     short, long = json.loads((results / "h200_conformance.json").read_text())["runs"]
     cases = [row for row in short["rows"] if "requests_that_differ" in row]
-    assert [row["requests_that_differ"] for row in cases] == [0] * 4
+    assert [row["requests_that_differ"] for row in cases] == [0] * 8
     assert {row["requests"] for row in cases} == {512}
-    assert "0 of 512 requests differ in each of the 4 cases" in table
+    assert "0 of 512 requests differ in each of the 8 cases" in table
     (mixed,) = long["rows"]
     differ, reports = mixed["differ"], mixed["reports"]
     assert f"{mixed['requests']:,} requests, {differ} differ, {reports} reports" in table
