@@ -20,7 +20,7 @@ from headrace.weights.resolve import resolve_model, shipped_name
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("model", ["demo", pytest.param("nano", marks=pytest.mark.full)])
+@pytest.mark.parametrize("model", ["demo", pytest.param("nano", marks=pytest.mark.full), "parity"])
 def test_demo_answers_all_five_prompts(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     code = run_command(["demo", f"--model={model}", "--device=cpu"], environ={})
 
@@ -46,7 +46,7 @@ def test_demo_fails_if_one_answer_is_wrong(
     assert "4 of 5 answers are right" in text
 
 
-@pytest.mark.parametrize("model", ["demo", "nano"])
+@pytest.mark.parametrize("model", ["demo", "nano", "parity"])
 def test_demo_prompts_are_the_same_every_time(model: str) -> None:
     assert list(prompts_for(model)) == list(prompts_for(model))
     assert len(list(prompts_for(model))) == 5
@@ -115,7 +115,7 @@ def test_chat_remembers_the_document(
 
 
 @pytest.mark.parametrize("afresh", [False, True], ids=["in_one_conversation", "each_alone"])
-@pytest.mark.parametrize("model", ["demo", "nano"])
+@pytest.mark.parametrize("model", ["demo", "nano", "parity"])
 def test_chat_answers_the_five_questions_that_it_proposes(
     model: str,
     afresh: bool,  # noqa: FBT001 (a parameter of the test)

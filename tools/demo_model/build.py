@@ -18,14 +18,15 @@ from typing import Any
 from .data import HERE
 
 ASSETS = HERE.parents[1] / "src" / "headrace" / "assets"
-MODELS = ("demo", "nano")
-AROUND_S = {"demo": 190.0, "nano": 50.0}
+MODELS = ("demo", "nano", "parity")
+AROUND_S = {"demo": 190.0, "nano": 50.0, "parity": 120.0}
 """Seconds that a model takes beside its training loop: tokenizer, drafts, scores, gate, engine."""
 LEAST_S = 30.0
 """Less training than this is not worth beginning."""
 TINY = {
     "demo": ("--steps=6", "--sharpen-steps=2", "--divide=8", "--count=2", "--no-compile"),
     "nano": ("--steps=6", "--divide=16", "--count=4"),
+    "parity": ("--steps=6", "--count=4"),
 }
 """Flags of a run that only shows that everything works."""
 

@@ -13,8 +13,10 @@ from .model import Model, Shape
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from .olmo import OlmoModel
 
-def save(model: Model, folder: Path) -> None:
+
+def save(model: Model | OlmoModel, folder: Path) -> None:
     """Write model.safetensors (bfloat16), config.json and generation_config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {k: v.detach().to("cpu", torch.bfloat16) for k, v in model.state_dict().items()}

@@ -140,15 +140,15 @@ class GatedRMSNorm(nn.Module):
 class _UnitLowerInverse(torch.autograd.Function):
     """Inverse of I + A for strictly lower triangular A, by blocks.
 
-    Blocks of 16 come from a product of powers (A to the 16th is zero), larger ones from pairs of
-    smaller. Powers over the whole chunk would lose everything to cancellation.
+    Small blocks come from a product of powers (A to the power of their size is zero), larger ones
+    from pairs of smaller. Powers over the whole chunk would lose everything to cancellation.
     """
 
     @staticmethod
-    def forward(ctx: Any, a: Tensor) -> Tensor:  # noqa: ANN401 (torch gives it no type)
+    def forward(ctx: Any, a: Tensor, block: int) -> Tensor:  # noqa: ANN401 (torch gives it no type)
         size = a.shape[-1]
         lead = a.shape[:-2]
-        block = min(16, size)
+        block = min(block, size)
         num = size // block
 
         def diagonal(width: int, row: int, col: int) -> Tensor:
@@ -179,15 +179,21 @@ class _UnitLowerInverse(torch.autograd.Function):
         return inverse
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # noqa: ANN401 (torch gives it no type)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401 (torch: no type)
         (inverse,) = ctx.saved_tensors
         transposed = inverse.transpose(-1, -2)
-        return -(transposed @ grad @ transposed).tril(-1)
+        return -(transposed @ grad @ transposed).tril(-1), None
 
 
-def unit_lower_inverse(a: Tensor) -> Tensor:
-    """Invert I + A, A strictly lower triangular, [..., N, N] float32, N a power of two."""
-    result: Tensor = _UnitLowerInverse.apply(a)
+def unit_lower_inverse(a: Tensor, block: int = 16) -> Tensor:
+    """Invert I + A, A strictly lower triangular, [..., N, N] float32, N a power of two.
+
+    Args:
+        a: The matrices. Their elements must be at most 1 for blocks of 16, and at most 2 for 4:
+            beyond that the powers grow so large that float32 loses the difference.
+        block: Size of the blocks whose powers are taken, a power of two.
+    """
+    result: Tensor = _UnitLowerInverse.apply(a, block)
     return result
 
 
@@ -219,7 +225,14 @@ def _scan(
 
 
 def gated_delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    state: Tensor | None,
+    *,
+    block: int = 16,
 ) -> tuple[Tensor, Tensor]:
     """Run the gated delta rule over T tokens, 64 at a time.
 
@@ -230,6 +243,7 @@ def gated_delta_rule(
         log_decay: At most 0, [B, T, HV] float32.
         beta: Write strength, [B, T, HV] float32.
         state: State before the first token, [B, HV, K, V] float32; None is zero.
+        block: See `unit_lower_inverse`; 4 where beta may be over 1.
 
     Returns:
         Outputs [B, T, HV, V] float32 and the state after the last token, [B, HV, K, V].
@@ -252,7 +266,7 @@ def gated_delta_rule(
     key_decayed = k * (decay[..., -1:] - decay).exp().unsqueeze(-1)
     query_decayed = q * decay.exp().unsqueeze(-1)
     k_strong = k * strength
-    inverse = unit_lower_inverse((k_strong @ k.transpose(-1, -2) * between).tril(-1))
+    inverse = unit_lower_inverse((k_strong @ k.transpose(-1, -2) * between).tril(-1), block)
     new = inverse @ (v * strength)
     old = inverse @ (k_strong * decay.exp().unsqueeze(-1))
     within = q @ k.transpose(-1, -2) * between

@@ -70,7 +70,10 @@ def demo(*, engine: Engine = EngineFlags()) -> int:  # noqa: B008 - frozen
 
 def prompts_for(model: str) -> Iterator[Prompt]:
     """Yield the five prompts of a shipped model, the same every time."""
-    yield from _demo_prompts() if model == "demo" else _nano_prompts(model)
+    if model == "parity":
+        yield from _parity_prompts()
+    else:
+        yield from _demo_prompts() if model == "demo" else _nano_prompts(model)
 
 
 def _demo_prompts() -> Iterator[Prompt]:
@@ -112,6 +115,20 @@ def _nano_prompts(model: str) -> Iterator[Prompt]:
         expected=model,
         check=lambda answer: model in answer,
     )
+
+
+def _parity_prompts() -> Iterator[Prompt]:
+    """Bit strings, two of them longer than any of the training."""
+    for task, seeds in (("parity", range(3)), ("parity_long", range(2))):
+        for seed in seeds:
+            example = evals.suite("parity")[task].generate(seed)
+            bits = example.messages[0]["content"]
+            yield Prompt(
+                title=f"Even or odd: {len(bits)} bits",
+                text=bits,
+                expected=example.expected,
+                check=example.is_right,
+            )
 
 
 def _two_questions(rng: random.Random, title: str, page: evals.Notebook) -> Iterator[Prompt]:

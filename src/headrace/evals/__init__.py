@@ -26,6 +26,7 @@ from headrace.evals.lookup import (
     registers,
 )
 from headrace.evals.nano import NANO, NANO_FIRST_NAMES, NANO_LAST_NAMES
+from headrace.evals.parity import PARITY
 from headrace.evals.task import Example, Task
 
 if TYPE_CHECKING:
@@ -48,14 +49,14 @@ __all__ = [
     "suite",
     "tasks",
 ]
-_SUITES = {"nano": NANO, "demo": DEMO}
+_SUITES = {"nano": NANO, "demo": DEMO, "parity": PARITY}
 
 
 def suite(model: str) -> dict[str, Task]:
     """Give the tasks of a shipped model, name to task.
 
     Args:
-        model: "nano" or "demo".
+        model: "demo", "nano" or "parity".
 
     Raises:
         KeyError: No tasks belong to a model of that name.

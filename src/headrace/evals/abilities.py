@@ -67,5 +67,20 @@ ABILITIES = {
             "The code of Eve is 9134.",
         ),
     ),
+    "parity": Abilities(
+        can=(
+            "It says whether a string of up to 384 zeros and ones has an even or an odd number of "
+            "ones, counting by twos in its recurrent state."
+        ),
+        cannot="It has a tenth of a million parameters and knows only the words of that answer.",
+        ask=(
+            "1",
+            "1011",
+            "0110100110010110",
+            "11111111111111111111111111111111111",
+            "10100111011001010111000110100110110011010100101101110010011010111001",
+        ),
+        answers=("It is odd.", "It is odd.", "It is even.", "It is odd.", "It is odd."),
+    ),
 }
 """Name of a shipped model to what it can do."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from headrace.errors import ConfigError, ModelError
 
 ASSETS = Path(__file__).parents[1] / "assets"
-SHIPPED = ("demo", "nano")
+SHIPPED = ("demo", "nano", "parity")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _FILES = ("*.json", "*.safetensors", "*.jinja")
 
@@ -18,8 +18,8 @@ def resolve_model(name: str) -> Path:
     """Find a model's folder.
 
     Args:
-        name: "demo" or "nano" (shipped with the package; demo is the largest one shipped), a
-            folder, or a hub id such as "Qwen/Qwen3.5-0.8B", which is downloaded once.
+        name: "demo", "nano" or "parity" (shipped with the package; demo is the largest one
+            shipped), a folder, or a hub id such as "Qwen/Qwen3.5-0.8B", which is downloaded once.
 
     Returns:
         A folder with config.json.
