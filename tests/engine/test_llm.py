@@ -14,6 +14,8 @@ from headrace import LLM, AsyncLLM, SamplingParams
 from headrace.errors import EngineDeadError, RequestError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from headrace.models.qwen3_5 import Qwen35Model
 
 LONG = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
@@ -47,6 +49,15 @@ def test_threads_share_one_and_each_gets_its_own_tokens(model: Qwen35Model) -> N
     assert_balanced(llm.engine)
 
 
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """Python's own handler: a shell starts what runs behind it with interrupts ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
 @pytest.mark.parametrize("method", ["step", "add_request", "abort"])
 def test_an_interrupt_waits_for_the_engine_and_leaves_it_whole(
     model: Qwen35Model, monkeypatch: pytest.MonkeyPatch, method: str
@@ -74,6 +85,7 @@ def test_an_interrupt_waits_for_the_engine_and_leaves_it_whole(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.usefixtures("interrupts")
 def test_a_second_interrupt_does_not_wait_and_a_step_cut_in_two_is_the_end(
     model: Qwen35Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,7 +49,10 @@ def test_it_agrees_with_the_reference(
 ) -> None:
     function, definition = functions
     x = torch.cat([torch.randn(1000) * 8, torch.tensor([0.0, -80.0, 80.0, -0.0])])
-    assert torch.allclose(function(x).double(), definition(x), rtol=1e-5, atol=1e-7)
+    want = definition(x)
+    # Where 1 + erf is almost 0, a unit of its last place is all that is left of it.
+    limit = 1e-5 * want.abs() + 2e-7 * x.abs().clamp(min=1.0)
+    assert bool(((function(x).double() - want).abs() <= limit).all())
 
 
 def test_a_gated_product_uses_the_first_half_as_gate() -> None:
