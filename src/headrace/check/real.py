@@ -408,10 +408,10 @@ def _disturb(
         engine.scheduler.preempt(engine.scheduler.running[-1])
     if step in workload.reset_at:
         engine.reset_prefix_cache()
-    return _fork(engine, rng) if step in workload.fork_at else []
+    return _fork(engine, step, rng) if step in workload.fork_at else []
 
 
-def _fork(engine: Engine, rng: random.Random) -> list[tuple[Sequence, int, int]]:
+def _fork(engine: Engine, step: int, rng: random.Random) -> list[tuple[Sequence, int, int]]:
     """Fork a generating sequence that has no step in flight, if there is one."""
     owners = engine._owner  # noqa: SLF001 - which request a sequence is of
     ready = [
@@ -424,7 +424,7 @@ def _fork(engine: Engine, rng: random.Random) -> list[tuple[Sequence, int, int]]
     parent = rng.choice(ready)
     request, place = owners[parent.seq_id]
     child = Sequence(
-        seq_id=_FIRST_FORK + parent.seq_id * _MAX_LEN + parent.num_tokens,
+        seq_id=_FIRST_FORK + step,  # One a step: a parent may fork twice at the same length.
         prompt=request.prompt_token_ids, params=parent.params, seed=parent.seed,
         num_groups=len(engine.scheduler.state_pools),
     )
