@@ -2,12 +2,13 @@
 
     python benchmarks/gpu_conformance.py [--requests 512] [--mixed-seconds 60] [--json FILE]
 
-Five parts, one line of JSON each:
+Six parts, one line of JSON each:
 
 * conformance: both layouts and both schemes, with PyTorch operations and with fused kernels,
   speculation, asynchronous scheduling and prefix cache on, at least 500 requests at once; accuracy
   of the shipped model's tasks with everything on and off, and where outputs differ from the plain
   run (float32, so every difference is a rounding).
+* demo: accuracy of the demo model's tasks with everything on and off, and what differs.
 * bfloat16: how often kernels and PyTorch operations first differ, beside how often PyTorch
   operations differ with another batch size.
 * races: the second founding fault as a kernel with more programs than the device runs at once,
@@ -40,7 +41,7 @@ from headrace.evals import suite
 from headrace.sampling_params import SamplingParams
 
 NUM_TOKENS = 24
-PARTS = ("races", "conformance", "bfloat16", "mixed")
+PARTS = ("races", "conformance", "demo", "bfloat16", "mixed")
 LAYOUTS: tuple[Literal["slots", "compact"], ...] = ("slots", "compact")
 SCHEMES: tuple[Literal["columns", "replay"], ...] = ("columns", "replay")
 MAX_LIVE = 40
@@ -55,12 +56,23 @@ def examples(count: int) -> list[Any]:
     return [chosen[i % 2].generate(first + i) for i in range(count)]
 
 
-def run(config: EngineConfig, asked: list[Any]) -> dict[str, Any]:
-    """Answer all examples together; returns tokens, accuracy and figures."""
+def run(
+    config: EngineConfig, asked: list[Any], most_tokens: list[int] | None = None
+) -> dict[str, Any]:
+    """Answer all examples together, each in so many tokens at most, `NUM_TOKENS` by default.
+
+    Returns:
+        Tokens, accuracy and figures.
+    """
     llm = LLM(config=config)
-    prompts = [llm.chat_prompt(example.messages) for example in asked]
-    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
-    llm.generate(prompts[:4], params)
+    prompts = [
+        llm.chat_prompt(example.messages, tools=example.tools or None) if example.messages
+        else llm.get_tokenizer().encode(example.prompt)
+        for example in asked
+    ]
+    most_tokens = most_tokens or [NUM_TOKENS] * len(asked)
+    params = [SamplingParams(temperature=0.0, max_tokens=most) for most in most_tokens]
+    llm.generate(prompts[:4], params[:4])
     begin = time.perf_counter()
     outputs = llm.generate(prompts, params)
     seconds = time.perf_counter() - begin
@@ -105,6 +117,32 @@ def conformance(device: str, count: int) -> list[dict[str, Any]]:
                 **differences(baseline, result),
             }
         )
+    return rows
+
+
+def demo(device: str, count: int) -> list[dict[str, Any]]:
+    """The demo model's tasks, all together, with everything off and on."""
+    tasks = list(suite("demo").values())
+    first = random.SystemRandom().randrange(10**6, 10**9)
+    each = max(1, count // len(tasks))
+    asked = [task.generate(first + index) for task in tasks for index in range(each)]
+    most_tokens = [task.max_tokens for task in tasks for _ in range(each)]
+    plain = EngineConfig(
+        model="demo", device=device, dtype="float32", speculative="none",  # type: ignore[arg-type]
+        prefix_cache="none",
+        async_scheduling=False, state_scheme="columns", max_num_seqs=256, max_model_len=8192,
+        kernels="torch",
+    )
+    baseline = run(plain, asked, most_tokens)
+    rows = [{"part": "demo", "case": "plain", **_without_tokens(baseline)}]
+    for layout in LAYOUTS:
+        config = replace(
+            plain, speculative="mtp:3", prefix_cache="align", async_scheduling=True,
+            batch_layout=layout, state_scheme="auto", kernels="auto",
+        )
+        result = run(config, asked, most_tokens)
+        figures = {**_without_tokens(result), **differences(baseline, result)}
+        rows.append({"part": "demo", "case": f"{layout}, everything on", **figures})
     return rows
 
 
@@ -276,6 +314,9 @@ def main() -> None:
         report(races())
     if "conformance" in parts:
         for row in conformance(given.device, given.requests):
+            report(row)
+    if "demo" in parts:
+        for row in demo(given.device, given.requests):
             report(row)
     if "bfloat16" in parts:
         for row in bfloat16(given.device, given.requests):
