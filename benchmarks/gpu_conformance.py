@@ -312,14 +312,8 @@ def main() -> None:
     parts = [given.only] if given.only else PARTS
     if "races" in parts and on_gpu:
         report(races())
-    if "conformance" in parts:
-        for row in conformance(given.device, given.requests):
-            report(row)
-    if "demo" in parts:
-        for row in demo(given.device, given.requests):
-            report(row)
-    if "bfloat16" in parts:
-        for row in bfloat16(given.device, given.requests):
+    for part, measure in (("conformance", conformance), ("demo", demo), ("bfloat16", bfloat16)):
+        for row in measure(given.device, given.requests) if part in parts else ():
             report(row)
     if "mixed" in parts:
         report(mixed("cuda_checked" if on_gpu else "sim", given.device, given.mixed_seconds))
