@@ -120,14 +120,16 @@ def test_rows_may_be_filled_up_to_more_tokens_than_a_step_may_hold() -> None:
     )
     params = replace(GREEDY, max_tokens=60, logprobs=None)
     jobs = [solve(model, Job([2 + index], params), states=True) for index in range(6)]
-    for job in jobs:
-        job.script = script_for(job, 3, rng)
+    for index, job in enumerate(jobs):
+        # Two propose, in vain, so that all go on together: 2 * 4 + 4 tokens, filled up to 6 * 4.
+        tokens, keep = script_for(job, 3, rng)
+        job.script = tokens, np.full_like(keep, 0 if index < 2 else -1)
     for job, output in zip(jobs, drive(engine, jobs, rng, stagger=0.0), strict=True):
         assert job.run is not None
         assert output.outputs[0].token_ids == job.run.tokens
     graphs = engine.worker.graphs
     assert graphs is not None
-    assert max(size[0] * size[1] for _, size, _ in graphs._graphs) > 16
+    assert max(size[0] * size[1] for _, size, _ in graphs._graphs) == 24
 
 
 @pytest.mark.parametrize("drafts", ["ngram:2", "scripted:3"])
