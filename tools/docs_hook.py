@@ -52,7 +52,7 @@ def aliases() -> str:
     ]
     rows.append((f"`{SPECULATIVE} JSON`, or `{SPECULATIVE}.KEY`", "`--speculative METHOD:K`"))
     rows += [
-        (f"`{name}`", "accepted for llguidance, the only backend")
+        (f"`{name}`", "`--grammar-backend auto`, `llguidance` or `xgrammar`")
         for name in GRAMMAR_BACKENDS
     ]
     rows += [(f"`{name}`", f"accepted: {why}") for name, why in WITHOUT_EFFECT.items()]

@@ -58,6 +58,8 @@ class EngineConfig:
         state_scheme: auto, columns or replay; auto takes what was measured to be faster.
         replay_interval: Tokens between base writes of the replay scheme; None picks by device.
         speculative: auto, none, mtp:K, ngram:K, draft:PATH:K (tests also: scripted:K).
+        grammar_backend: Library of grammars: auto, llguidance or xgrammar; auto is llguidance.
+            xgrammar takes fewer forms, and calls of tools run on llguidance all the same.
         async_scheduling: Prepare step n+1 while step n runs.
         deterministic: Bitwise equal results; None means on for CPU float32, off elsewhere and
             with kernels triton.
@@ -92,6 +94,7 @@ class EngineConfig:
     state_scheme: Literal["auto", "columns", "replay"] = "auto"
     replay_interval: int | None = None
     speculative: str = "auto"
+    grammar_backend: Literal["auto", "llguidance", "xgrammar"] = "auto"
     async_scheduling: bool = True
     deterministic: bool | None = None
     seed: int = 0

@@ -54,6 +54,7 @@ class StructuredOutputsParams:
         disable_any_whitespace: Compact JSON, without blanks between its tokens.
         beginning: Free text that may come first.
         param: Name of the request's field that errors carry.
+        has_calls: The grammar is that of calls of tools, made by the server; llguidance's alone.
 
     Raises:
         RequestError: None or several are given, or one is of the wrong type.
@@ -67,6 +68,7 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False
     beginning: FreeBeginning | None = None
     param: str = "structured_outputs"
+    has_calls: bool = False
 
     def __post_init__(self) -> None:
         given = self._given()

@@ -213,14 +213,14 @@ def test_speculative_config_that_cannot_be_honoured_is_refused(
 @pytest.mark.parametrize(
     ("flag", "value", "said"),
     [
-        ("--grammar-backend", "llguidance", "has no effect: grammars run on llguidance"),
-        ("--guided-decoding-backend", "auto", "has no effect"),
+        ("--guided-decoding-backend", "auto", "is --grammar-backend=auto here"),
+        ("--guided-decoding-backend", "xgrammar", "is --grammar-backend=xgrammar here"),
         ("--structured-outputs-config", '{"backend":"guidance","disable_fallback":true}',
-         "nothing to fall back to"),
-        ("--structured-outputs-config.backend", "guidance", "has no effect"),
+         "nothing ever falls back"),
+        ("--structured-outputs-config.backend", "guidance", "is --grammar-backend=llguidance here"),
     ],
 )
-def test_the_one_backend_of_grammars_can_be_named(
+def test_a_backend_of_grammars_can_be_named_as_elsewhere(
     capsys: pytest.CaptureFixture[str], flag: str, value: str, said: str
 ) -> None:
     assert run_command(["config", "show", flag, value], environ={}) == 0
@@ -230,7 +230,8 @@ def test_the_one_backend_of_grammars_can_be_named(
 @pytest.mark.parametrize(
     ("flag", "value", "said"),
     [
-        ("--grammar-backend", "xgrammar", "'xgrammar', but grammars run on llguidance alone"),
+        ("--grammar-backend", "outlines", "outlines"),
+        ("--guided-decoding-backend", "outlines", "grammars run on llguidance or xgrammar"),
         ("--structured-outputs-config", '{"backend":"outlines"}', "'outlines'"),
         ("--structured-outputs-config.disable-any-whitespace", "true", "in structured_outputs"),
         ("--structured-outputs-config", "xgrammar", "must be a JSON object"),

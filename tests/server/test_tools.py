@@ -310,6 +310,23 @@ def test_names_of_other_servers_are_understood(
         assert wanted.param == next(name for name in reversed(asked))
 
 
+def test_grammars_of_calls_are_told_from_those_that_clients_send(
+    fake: FakeEngine, speaker: Running
+) -> None:
+    """A server on xgrammar runs the former on llguidance, and refuses the latter."""
+    for asked, has_calls in (
+        ({"tools": [PING], "tool_choice": "required"}, True),
+        ({"tools": [PING], "guided_json": SCHEMA}, True),
+        ({"tools": [PING], "tool_choice": "none", "guided_json": SCHEMA}, False),
+        ({"guided_grammar": 'root ::= "a"'}, False),
+    ):
+        reply = speaker.post("/v1/chat/completions", {**ASK, **asked})
+        assert reply.status_code == 200, reply.text
+        wanted = fake.seen[-1][1].structured_outputs
+        assert wanted is not None
+        assert wanted.has_calls is has_calls, asked
+
+
 def test_of_forms_only_json_goes_with_calls(
     fake: FakeEngine, speaker: Running, real: Running, tiny: dict[str, Any]
 ) -> None:

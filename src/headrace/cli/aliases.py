@@ -57,10 +57,13 @@ WITHOUT_EFFECT = {
 """Switches that say what holds anyway; accepted with a warning."""
 
 STRUCTURED = "--structured-outputs-config"
-GRAMMAR_BACKENDS = ("--grammar-backend", "--guided-decoding-backend", STRUCTURED)
-"""Names that choose a library of grammars, the last in JSON or dotted; here there is one."""
+GRAMMAR_BACKENDS = ("--guided-decoding-backend", STRUCTURED)
+"""Names that choose a library of grammars, the last in JSON or dotted."""
 
-_ONE_BACKEND = ("auto", "llguidance", "guidance")
+_BACKENDS = {
+    "auto": "auto", "llguidance": "llguidance", "guidance": "llguidance", "xgrammar": "xgrammar",
+}
+"""What --grammar-backend calls the libraries that other engines name."""
 
 LOOKUP = ("prompt_lookup_max", "prompt_lookup_min")
 """Keys of a speculative config that bound the n-grams looked up; accepted with a warning."""
@@ -115,7 +118,9 @@ def translate(tokens: Sequence[str]) -> Translation:
         elif name in WITHOUT_EFFECT:
             notes.append(f"{name} has no effect: {WITHOUT_EFFECT[name]}")
         elif name.partition(".")[0] in GRAMMAR_BACKENDS:
-            notes += _grammar_notes(name, value if has_value else _next(name, rest))
+            flags, said = _grammar(name, value if has_value else _next(name, rest))
+            out += flags
+            notes += said
         elif name.partition(".")[0] == SPECULATIVE:
             speculative |= _settings(name, value if has_value else _next(name, rest))
         else:
@@ -191,27 +196,30 @@ def _object(name: str, text: str) -> dict[str, object]:
     return value
 
 
-def _grammar_notes(name: str, value: str) -> list[str]:
-    """What to say about settings of grammars, none of which changes anything.
+def _grammar(name: str, value: str) -> tuple[list[str], list[str]]:
+    """Our flags for settings of grammars, and what to say about them.
 
     Raises:
-        ConfigError: One would have to.
+        ConfigError: There is no such setting, or no such library.
     """
     is_structured = name.partition(".")[0] == STRUCTURED
     settings = _settings(name, value) if is_structured else {"backend": value}
-    notes = []
+    flags, notes = [], []
     for part, chosen in settings.items():
         if part == "disable_fallback":
-            notes.append(f"{part} of {name} has no effect: there is nothing to fall back to")
+            notes.append(f"{part} of {name} has no effect: nothing ever falls back")
         elif part != "backend":
             raise ConfigError(
                 f"{name} has {part!r}, which is no setting of the server here; leave it out, and "
                 "send what it is for with the requests, in structured_outputs"
             )
-        elif chosen not in _ONE_BACKEND:
+        elif not isinstance(chosen, str) or chosen not in _BACKENDS:
             raise ConfigError(
-                f"{name} is {chosen!r}, but grammars run on llguidance alone; leave it out"
+                f"{name} is {chosen!r}, but grammars run on llguidance or xgrammar; choose one, or "
+                "leave it out"
             )
         else:
-            notes.append(f"{name} has no effect: grammars run on llguidance")
-    return notes
+            native = f"--grammar-backend={_BACKENDS[chosen]}"
+            notes.append(f"{name} is {native} here")
+            flags.append(native)
+    return flags, notes

@@ -36,7 +36,10 @@ _GROUPS = {
         "prefix_cache", "state_block_size", "checkpoint_retention", "max_pinned_share",
         "state_scheme", "replay_interval",
     ),
-    SCHEDULING: ("batch_layout", "speculative", "async_scheduling", "deterministic", "seed"),
+    SCHEDULING: (
+        "batch_layout", "speculative", "grammar_backend", "async_scheduling", "deterministic",
+        "seed",
+    ),
     DEBUGGING: ("scan_grid", "check_invariants", "rt_backend"),
 }  # fmt: skip
 _GROUP_OF = {name: group for group, names in _GROUPS.items() for name in names}

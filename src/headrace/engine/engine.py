@@ -63,6 +63,7 @@ class Engine:
             self.grammars = Grammars(
                 self.tokenizer, self.parts.model_config.vocab_size,
                 self.parts.generation_defaults.eos_token_ids,
+                backend=self.config.grammar_backend,
             )
         self._in_flight: deque[tuple[InFlightStep, StepHandle]] = deque()
         self._requests: dict[str, Request] = {}

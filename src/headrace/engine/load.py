@@ -20,6 +20,7 @@ from headrace.engine.draft_policy import DraftPolicy
 from headrace.engine.prefix_cache import PrefixCache
 from headrace.engine.scheduler import Scheduler, SchedulerLimits
 from headrace.errors import ConfigError
+from headrace.grammar.xgrammar_backend import check_installed
 from headrace.models.batch import ROW_TILE
 from headrace.models.config import ModelConfig
 from headrace.models.registry import model_class
@@ -335,6 +336,8 @@ def _resolve(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
             f"tensor_parallel_size is {config.tensor_parallel_size}; this version runs on one "
             "device, use 1"
         )
+    if config.grammar_backend == "xgrammar":
+        check_installed()
     _check_numbers(config)
     backend = config.rt_backend
     if backend == "auto":
@@ -346,6 +349,9 @@ def _resolve(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
         state_dtype=state_dtype,
         deterministic=deterministic,
         rt_backend=backend,
+        grammar_backend=(
+            "llguidance" if config.grammar_backend == "auto" else config.grammar_backend
+        ),
     )
     config = replace(config, kernels=resolve_kernels(config, model_config))
     has_drafts = parse_speculative(config.speculative, model_config).num_drafts > 0

@@ -1,4 +1,4 @@
-"""Grammars that constrain outputs, on the llguidance library.
+"""Grammars that constrain outputs, on the llguidance library or, if asked for, on xgrammar.
 
 `Grammars` compiles (off the hot path, cached); a `GrammarState` follows one sequence; `fill_masks`
 says which tokens may come next, at every drafted position.

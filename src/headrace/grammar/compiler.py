@@ -10,12 +10,13 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from headrace.errors import RequestError
+from headrace.errors import ConfigError, RequestError
 from headrace.grammar.state import MatcherState, num_mask_words
+from headrace.grammar.xgrammar_backend import XgrammarCompiler, XgrammarMatcher, XgrammarState
 from headrace.structured_outputs import BLANKS
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class CompiledGrammar:
     """A form of output, ready for any number of sequences.
 
     Args:
-        matcher: An LLMatcher at its beginning; it is copied, never advanced.
+        matcher: A matcher at its beginning; it is copied, never advanced.
         params: What it was compiled from.
         stops, free: See `MatcherState`.
     """
@@ -49,13 +50,14 @@ class CompiledGrammar:
         stops: np.ndarray, free: np.ndarray,
     ) -> None:
         self._matcher = matcher
+        self._state = XgrammarState if isinstance(matcher, XgrammarMatcher) else MatcherState
         self._params = params
         self._stops = stops
         self._free = free
 
     def start(self) -> MatcherState:
         """State of a new sequence."""
-        return MatcherState(
+        return self._state(
             self._matcher.deep_copy(), stops=self._stops, free=self._free,
             beginning=self._params.beginning,
         )
@@ -68,10 +70,15 @@ class Grammars:
         tokenizer: The model's.
         vocab_size: The model's, which may be padded.
         stop_token_ids: What ends its sequences.
+        backend: The library; with xgrammar, calls of tools run on llguidance all the same.
+
+    Raises:
+        ConfigError: xgrammar is not installed, or has no use for such a tokenizer.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, vocab_size: int, stop_token_ids: Sequence[int]
+        self, tokenizer: Tokenizer, vocab_size: int, stop_token_ids: Sequence[int],
+        *, backend: Literal["auto", "llguidance", "xgrammar"] = "auto",
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
@@ -81,6 +88,7 @@ class Grammars:
         self._library_tokenizer: Any = None
         self._stops = np.zeros(num_mask_words(vocab_size), dtype=np.int32)
         self._free = np.zeros(0, dtype=np.int32)
+        self._xgrammar = self._load_xgrammar() if backend == "xgrammar" else None
         self.num_compiled = 0
 
     def compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
@@ -105,6 +113,12 @@ class Grammars:
         return CompiledGrammar(matcher, params, stops=self._stops, free=self._free)
 
     def _make_matcher(self, params: StructuredOutputsParams) -> Any:  # noqa: ANN401
+        if self._xgrammar is not None and not params.has_calls:
+            text = _source(params)
+            try:
+                return self._xgrammar.compile(params, text)
+            except (ValueError, RecursionError) as error:
+                raise _refusal(params, str(error)) from error
         import llguidance  # noqa: PLC0415 - only where a request has a grammar
 
         self._load()
@@ -129,6 +143,23 @@ class Grammars:
             is_empty = matcher.get_error().startswith("NoExtensionBias")
             raise _refusal(params, "nothing fits it" if is_empty else matcher.get_error())
         return matcher
+
+    def _load_xgrammar(self) -> XgrammarCompiler:
+        if not self._tokenizer.has_fixed_bytes:
+            raise ConfigError(
+                "grammar_backend is xgrammar, but what this model's tokens mean depends on their "
+                "neighbours; use --grammar-backend llguidance"
+            )
+        vocabulary = _Vocabulary(self._tokenizer, self._vocab_size)
+        for token in vocabulary.special_token_ids:
+            vocabulary.tokens[token] = b""
+        stops = self._stop_ids or (vocabulary.eos_token_id,)
+        tokens = np.zeros(self._vocab_size, dtype=bool)
+        tokens[list(stops)] = True
+        self._stops[:] = _pack(tokens)
+        self._free = _pack(~tokens)
+        written = _pack(np.array([bool(text) for text in vocabulary.tokens]) & ~tokens)
+        return XgrammarCompiler(vocabulary.tokens, stops, stops=self._stops, written=written)
 
     def _load(self) -> None:
         """Hand the vocabulary to the library, once."""

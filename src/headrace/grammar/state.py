@@ -9,7 +9,7 @@ V vocabulary, W mask words of 32 tokens each.
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 
@@ -156,13 +156,14 @@ class MatcherState:
             word, bit = divmod(self._beginning.opens, 32)
             bits[line, word] |= np.uint32(1 << bit).view(np.int32)
 
-    def copy(self) -> MatcherState:
+    def copy(self) -> Self:
         """See `GrammarState`."""
-        twin = MatcherState(
+        twin = type(self)(
             self._matcher.deep_copy(), stops=self._stops, free=self._free,
             beginning=self._beginning,
         )
-        twin._is_free, twin._may_open = self._is_free, self._may_open
+        twin._is_free = self._is_free  # noqa: SLF001 - of this very class
+        twin._may_open = self._may_open  # noqa: SLF001
         twin.error = self.error
         return twin
 

@@ -42,7 +42,7 @@ _REFUSED_PARTS = {
     "whitespace_pattern": _NO_PATTERN,
     "disable_additional_properties": "put additionalProperties false into the schema",
 }
-# There is one library of grammars, so nothing to fall back to.
+# No form ever falls back to another library.
 _WITHOUT_EFFECT = frozenset({"disable_fallback"})
 _FIELDS = ("structured_outputs", *OTHER_NAMES, *_REFUSED_FIELDS)
 

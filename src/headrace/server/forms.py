@@ -93,14 +93,14 @@ class ChatWish:
         if self.choice.is_required:
             return StructuredOutputsParams(
                 grammar=dialect.call_grammar(self.choice, tokenizer), param="tools",
-                beginning=dialect.beginning(start, tokenizer),
+                beginning=dialect.beginning(start, tokenizer), has_calls=True,
             )
         if self.wanted is None:
             if not any(tool.is_strict for tool in self.choice.tools):
                 return None
             return StructuredOutputsParams(
                 grammar=dialect.strict_grammar(self.choice, tokenizer), param="tools",
-                beginning=dialect.beginning(start, tokenizer),
+                beginning=dialect.beginning(start, tokenizer), has_calls=True,
             )
         beginning = dialect.beginning(start, tokenizer)
         if not self.choice.tools:
@@ -112,7 +112,7 @@ class ChatWish:
         answer = inline_schema(schema, is_compact=self.wanted.disable_any_whitespace)
         return StructuredOutputsParams(
             grammar=f"start: calls | answer\nanswer: {answer}\n{calls}",
-            param=self.wanted.param, beginning=beginning,
+            param=self.wanted.param, beginning=beginning, has_calls=True,
         )
 
 
