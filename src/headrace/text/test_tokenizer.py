@@ -71,6 +71,17 @@ def test_tokens_of_the_config_alone_are_added(tmp_path: Path) -> None:
         Tokenizer.from_folder(tmp_path)
 
 
+def test_added_tokens_may_be_text_and_have_ids_or_are_refused_by_name(tmp_path: Path) -> None:
+    write(tmp_path)
+    size = Tokenizer.from_folder(tmp_path).vocab_size
+    write(tmp_path, added_tokens_decoder={str(size): "<|extra|>"})
+    assert Tokenizer.from_folder(tmp_path).encode("a<|extra|>")[1:] == [size]
+    for key in ("", "x", "-1", "1.0", "9" * 5000):
+        write(tmp_path, added_tokens_decoder={key: {"content": "<|extra|>"}})
+        with pytest.raises(ModelError, match="has the key .*, which is no token id"):
+            Tokenizer.from_folder(tmp_path)
+
+
 def test_a_folder_without_tokenizer_is_an_error_only_where_text_is_needed(tmp_path: Path) -> None:
     assert Tokenizer.from_folder_if_present(tmp_path) is None
     with pytest.raises(ModelError, match=r"no tokenizer\.json; pass token ids"):

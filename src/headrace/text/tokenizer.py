@@ -308,22 +308,33 @@ def _named_special_tokens(config: dict[str, Any]) -> dict[str, str]:
     return named
 
 
+_ID_DIGITS = 10
+"""Of a token id at most."""
+
+
 def _add_tokens_of_config(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
     """Add tokens that stand in tokenizer_config.json only, under the ids it names."""
     listed = config.get("added_tokens_decoder")
     if not isinstance(listed, dict):
         return
+    for key in listed:
+        if not key.isdecimal() or len(key) > _ID_DIGITS:
+            raise ModelError(
+                f"tokenizer_config.json: added_tokens_decoder has the key {key[:40]!r}, which is no "
+                "token id; fetch the file again"
+            )
     for key, value in sorted(listed.items(), key=lambda item: int(item[0])):
         content = _token_text(value)
+        flags = value if isinstance(value, dict) else {}
         if content is None or backend.token_to_id(content) is not None:
             continue
         token = tokenizers.AddedToken(
             content,
-            lstrip=bool(value.get("lstrip")),
-            rstrip=bool(value.get("rstrip")),
-            single_word=bool(value.get("single_word")),
-            normalized=bool(value.get("normalized")),
-            special=bool(value.get("special")),
+            lstrip=bool(flags.get("lstrip")),
+            rstrip=bool(flags.get("rstrip")),
+            single_word=bool(flags.get("single_word")),
+            normalized=bool(flags.get("normalized")),
+            special=bool(flags.get("special")),
         )
         backend.add_tokens([token])
         if backend.token_to_id(content) != int(key):
