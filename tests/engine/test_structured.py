@@ -458,6 +458,8 @@ BAD = [
     ({"json": {"type": "array", "uniqueItems": True}}, "Unimplemented keys: .*uniqueItems"),
     ({"json": {"$ref": "#/$defs/none"}}, "does not exist"),
     ({"json": {"not": {}, "x-guidance": {"lenient": True}}}, "Unimplemented keys"),
+    ({"json": {"properties": {"a": {"const": 2**53 + 1}}}}, "9007199254740993, .* be rounded"),
+    ({"json": {"anyOf": [{"enum": ["a", -(2**60)]}]}}, "the number -1152921504606846976"),
     ({"json": False}, "allows nothing"),
     ({"json": "{"}, "no JSON"),
     ({"json": "[1]"}, "a schema is an object, got list"),

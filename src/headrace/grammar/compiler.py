@@ -35,6 +35,9 @@ _MAX_LEXER_STATES = 50_000
 _MAX_GRAMMAR_SIZE = 100_000
 _MAX_MESSAGE_CHARS = 400
 
+_MAX_EXACT = 2**53
+"""Up to here every integer is a float."""
+
 
 class CompiledGrammar:
     """A form of output, ready for any number of sequences.
@@ -317,7 +320,26 @@ def _parsed(schema: str) -> str:
         raise ValueError(f"a schema is an object, got {kind}")  # noqa: TRY004 - as for the rest
     if value is False:
         raise ValueError("it allows nothing")
+    _check_numbers(value)
     return json.dumps({} if value is True else value)
+
+
+def _check_numbers(schema: object) -> None:
+    """Refuse numbers that an answer must be but that the library would round."""
+    left = [schema]
+    while left:
+        part = left.pop()
+        if isinstance(part, list):
+            left.extend(part)
+        elif isinstance(part, dict):
+            left.extend(part.values())
+            listed = part.get("enum")
+            for value in (part.get("const"), *(listed if isinstance(listed, list) else ())):
+                if type(value) is int and abs(value) > _MAX_EXACT:
+                    raise ValueError(
+                        f"it lists the number {value}, which would be rounded; use numbers up to "
+                        "2**53, or text"
+                    )
 
 
 def _refusal(params: StructuredOutputsParams, fault: str) -> RequestError:

@@ -78,7 +78,7 @@ def test_added_tokens_may_be_text_and_have_ids_or_are_refused_by_name(tmp_path: 
     assert Tokenizer.from_folder(tmp_path).encode("a<|extra|>")[1:] == [size]
     for key in ("", "x", "-1", "1.0", "9" * 5000):
         write(tmp_path, added_tokens_decoder={key: {"content": "<|extra|>"}})
-        with pytest.raises(ModelError, match="has the key .*, which is no token id"):
+        with pytest.raises(ModelError, match=r"has the key .*, which is no token id"):
             Tokenizer.from_folder(tmp_path)
 
 

@@ -320,8 +320,8 @@ def _add_tokens_of_config(backend: tokenizers.Tokenizer, config: dict[str, Any])
     for key in listed:
         if not key.isdecimal() or len(key) > _ID_DIGITS:
             raise ModelError(
-                f"tokenizer_config.json: added_tokens_decoder has the key {key[:40]!r}, which is no "
-                "token id; fetch the file again"
+                f"tokenizer_config.json: added_tokens_decoder has the key {key[:40]!r}, which is "
+                "no token id; fetch the file again"
             )
     for key, value in sorted(listed.items(), key=lambda item: int(item[0])):
         content = _token_text(value)
