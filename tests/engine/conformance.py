@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import secrets
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -392,3 +393,15 @@ def run_case(
     checkpoints += assert_checkpoints(engine, jobs)
     assert_balanced(engine)
     return {**engine.stats(), "checkpoints": checkpoints, "hits": hits}
+
+
+def check_family_case(model: Any, jobs: Sequence[Job], case: Case) -> None:  # noqa: ANN401
+    """Run one cell on a family's model with fresh events; what it is to exercise must happen."""
+    seed = secrets.randbits(32)
+    print(f"{case}, events of seed {seed}")
+    draft_model = model if case.drafts.startswith("draft") else None
+    stats = run_case(model, case, jobs, random.Random(seed), draft_model=draft_model)
+    if case.cache == "align":
+        assert stats["checkpoints"]
+    if case.drafts.startswith(("scripted", "draft")):
+        assert stats["accepted_tokens"], "no draft was ever kept, the case shows nothing"

@@ -13,7 +13,7 @@ from dataclasses import astuple, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from conformance import GRID, VOCAB, Case, make_jobs, run_case
+from conformance import GRID, VOCAB, Case, check_family_case, make_jobs
 
 from headrace.models.granite import GraniteModel
 from headrace.testing import tiny_family
@@ -108,11 +108,4 @@ def test_every_kind_of_state_gives_the_bits_of_plain_decoding(
     if model.config.num_mtp_layers:
         # Its own drafter in the place of a second model.
         case = replace(case, drafts=case.drafts.replace("draft:same:3", "mtp:2"))
-    seed = secrets.randbits(32)
-    print(f"{case}, events of seed {seed}")
-    draft_model = model if case.drafts.startswith("draft") else None
-    stats = run_case(model, case, jobs, random.Random(seed), draft_model=draft_model)
-    if case.cache == "align":
-        assert stats["checkpoints"]
-    if case.drafts.startswith(("scripted", "draft")):
-        assert stats["accepted_tokens"], "no draft was ever kept, the case shows nothing"
+    check_family_case(model, jobs, case)

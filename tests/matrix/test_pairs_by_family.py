@@ -13,7 +13,7 @@ from dataclasses import astuple, replace
 from typing import Any
 
 import pytest
-from conformance import VOCAB, Case, make_jobs, pairwise, run_case
+from conformance import VOCAB, Case, check_family_case, make_jobs, pairwise
 
 from headrace.testing import TINY_DICTS, tiny_family
 
@@ -57,11 +57,4 @@ def test_any_two_features_together_give_the_bits_of_plain_decoding_in_every_fami
     if model.config.num_mtp_layers:
         # Its own drafter in the place of a second model.
         case = replace(case, drafts=case.drafts.replace("draft:same", "mtp"))
-    seed = secrets.randbits(32)
-    print(f"{case}, events of seed {seed}")
-    draft_model = model if case.drafts.startswith("draft") else None
-    stats = run_case(model, case, jobs, random.Random(seed), draft_model=draft_model)
-    if case.cache == "align":
-        assert stats["checkpoints"]
-    if case.drafts.startswith(("scripted", "draft")):
-        assert stats["accepted_tokens"], "no draft was ever kept, the case shows nothing"
+    check_family_case(model, jobs, case)
