@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from experts import bench_experts, check_experts
 from fusions import bench_fusions, check_fusions
 from timing import copy_rate, time_us
 
@@ -378,7 +379,7 @@ def bench_attention(rate: float) -> list[dict[str, Any]]:
     return results
 
 
-PARTS = ("attention", "columns", "decode", "fusions")
+PARTS = ("attention", "columns", "decode", "experts", "fusions")
 
 
 def main() -> None:
@@ -392,7 +393,12 @@ def main() -> None:
 
     torch.manual_seed(0)
     parts = PARTS if options.only is None else (options.only,)
-    checkers = {"columns": check_columns, "decode": check_decode, "fusions": check_fusions}
+    checkers = {
+        "columns": check_columns,
+        "decode": check_decode,
+        "experts": check_experts,
+        "fusions": check_fusions,
+    }
     checks = [row for part, check in checkers.items() if part in parts for row in check()]
     rate = copy_rate()
     print(json.dumps({"copy_tb_per_s": round(rate / 1e12, 3)}), flush=True)
@@ -400,6 +406,7 @@ def main() -> None:
         "attention": lambda: bench_attention(rate),
         "columns": lambda: bench_columns(rate),
         "decode": lambda: bench_decode(rate, quick=options.quick),
+        "experts": lambda: bench_experts(rate),
         "fusions": lambda: bench_fusions(rate),
     }
     rows = [row for part in parts for row in benches[part]()]
@@ -412,7 +419,7 @@ def main() -> None:
         },
         "device": torch.cuda.get_device_name(),
         "copy_bytes_per_s": rate,
-        "model": "Qwen3.5-4B shape, one layer",
+        "model": "Qwen3.5-4B shape, one layer; experts of 35B-A3B",
         "checks": checks,
         "rows": rows,
     }

@@ -24,6 +24,7 @@ from headrace.ops import (
     gated_delta_decode,
     gated_product,
     paged_decode,
+    routed_experts,
 )
 from headrace.tiny_configs import CONFIGS
 
@@ -49,7 +50,14 @@ VARIANT_B_X_PROJ_STD = 0.4
 """Of Mamba-1's projection to B and C: what the state gives is quadratic in it."""
 
 
-KERNEL_OPS = (add_rms_norm, attention_inputs, gated_delta_decode, gated_product, paged_decode)
+KERNEL_OPS = (
+    add_rms_norm,
+    attention_inputs,
+    gated_delta_decode,
+    gated_product,
+    paged_decode,
+    routed_experts,
+)
 """Operations that a model takes where `kernels` is triton; each decides by its `can_launch`."""
 
 KERNEL_SIZES: dict[str, Any] = {"linear_value_head_dim": 16}

@@ -118,6 +118,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
     from headrace.ops.gated_delta_decode import fused as mixer  # noqa: PLC0415
     from headrace.ops.gated_product import fused as product  # noqa: PLC0415
     from headrace.ops.paged_decode import fused as attention  # noqa: PLC0415
+    from headrace.ops.routed_experts import fused as experts  # noqa: PLC0415
     from headrace.ops.state_columns import fused as columns  # noqa: PLC0415
 
     specs: list[KernelSpec] = []
@@ -126,7 +127,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
         assert 0 not in grid
         specs.append(spec_of(kernel, args, options))
 
-    for module in (norm, heads, mixer, product, attention):
+    for module in (norm, heads, mixer, product, attention, experts):
         monkeypatch.setattr(module, "launch_kernel", launch)
     # Its tuples nobody compiles here; and tensors without memory have no addresses to compare.
     monkeypatch.setattr(columns, "launch_kernel", lambda *_, **__: None)
@@ -292,10 +293,13 @@ def test_a_layer_launches_one_kernel_or_a_few(
     assert sum("add_rms_norm" in spec.kernel for spec in launched) == 2 * 4 + 1
     assert sum("attention_inputs" in spec.kernel for spec in launched) == 1
     assert sum("gated_product" in spec.kernel for spec in launched) >= 4 + 1
+    # The choice, the order, two products and the sum of a mixture of experts.
+    mixtures = [spec for spec in launched if "routed_experts" in spec.kernel]
+    assert len(mixtures) == (4 * 5 if "a3b" in path.stem else 0)
     # All layers use the same machine code: norms with an addition and without, inputs of
     # attention, gates by silu and by sigmoid.
     inner = {spec.constants["WIDTH"] for spec in launched if "gated_product" in spec.kernel}
-    assert len(specs) == phases + 2 + 2 + 1 + len(inner)
+    assert len(specs) == phases + 2 + 2 + 1 + len(inner) + len(mixtures) // 4
 
 
 class Launches(TorchDispatchMode):
@@ -317,9 +321,8 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("path", [path for path in SHAPES if "a3b" not in path.stem],
-                         ids=lambda path: path.stem)
-def test_layers_of_a_dense_model_are_products_and_kernels_alone(
+@pytest.mark.parametrize("path", SHAPES, ids=lambda path: path.stem)
+def test_layers_are_products_and_kernels_alone(
     path: Path, launched: list[KernelSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What else there is belongs to the step: it does not grow with the layers."""
@@ -331,8 +334,8 @@ def test_layers_of_a_dense_model_are_products_and_kernels_alone(
 
     monkeypatch.setattr(Qwen35Model, "forward", counted)
     specs_of_shape(path, "replay", 32, 1, "float32", launched)
-    # Four products in each of four layers.
-    assert launches.counts.pop("mm") == 4 * 4
+    # Four products in each of four layers, and the router's where there is one.
+    assert launches.counts.pop("mm") == 4 * (5 if "a3b" in path.stem else 4)
     # The embedding, and outputs of mixers and of attention that start as zeros.
     assert launches.counts.pop("index_select") == 1
     assert launches.counts.pop("zeros") == 2

@@ -45,6 +45,13 @@ def model_of(seed: int, **sizes: Any) -> Any:  # noqa: ANN401
     return tiny_model(seed=seed, **(settings | sizes))
 
 
+def mixture_of(seed: int) -> Any:  # noqa: ANN401
+    """The same layers with a mixture of experts in each, and in the MTP head."""
+    sizes: dict[str, Any] = {"vocab_size": VOCAB, "num_hidden_layers": 2, **KERNEL_SIZES}
+    layer_types = ["linear_attention", "full_attention"]
+    return tiny_family("qwen3_5_moe", seed=seed, layer_types=layer_types, **sizes)
+
+
 def serve(engine: Engine, jobs: Sequence[Job]) -> list[RequestOutput]:
     """Run requests to their end."""
     for index, job in enumerate(jobs):
@@ -221,6 +228,43 @@ def test_kernels_give_what_pytorch_operations_give(
         {name: tensors_of(name, value) for name, value in arguments.items()},  # type: ignore[misc]
         rows={name: RowBound(axis=1, reads=r, writes=r) for name, r in owned.items()},
         unused=("rings",) if scheme == "columns" else (),
+    )
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    ("drafts", "graphs", "num_tokens"),
+    [("none", "off", 3), pytest.param("mtp:2", "on", 8, marks=pytest.mark.full)],
+)
+def test_a_mixture_of_experts_by_kernels_gives_what_pytorch_operations_give(
+    drafts: str, graphs: str, num_tokens: int, race_detector: Detector
+) -> None:
+    seed = secrets.randbits(32)
+    print(f"{seed=}")
+    engine = compare(
+        mixture_of(seed), [5, 17], num_tokens, seed, rt_backend="sim", graphs=graphs,
+        **scheme_options("columns", drafts),
+    )
+    assert engine.parts.runtime.finish() == ()
+    kernels = {launch.kernel for launch in race_detector.launches}
+    assert kernels >= {
+        "route_kernel", "tiles_kernel", "expert_product_kernel", "add_experts_kernel",
+    }
+
+
+@pytest.mark.thinned
+@pytest.mark.parametrize("graphs", ["off", "on"])
+@pytest.mark.parametrize("drafts", ["none", "scripted:3", "mtp:2"])
+def test_what_the_kernels_of_a_mixture_are_told_fits_their_specification(
+    drafts: str, graphs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seed = secrets.randbits(32)
+    print(f"{seed=}")
+    for op in KERNEL_OPS:
+        monkeypatch.setattr(op, "can_launch", lambda _: False)
+    compare(
+        mixture_of(seed), [5, 17, 33, 9], 9, seed, max_num_seqs=3, max_num_batched_tokens=32,
+        graphs=graphs, **scheme_options("columns", drafts),
     )
 
 

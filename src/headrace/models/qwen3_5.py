@@ -207,7 +207,7 @@ class Qwen35Model:
                 mixed = self._attend(normed, layer.mixer, caches, attention_at, plan)
                 attention_at += 1
             normed = self._norm(hidden, mixed, layer.mlp_norm, batch.kernels)
-            fed = feed_forward(normed, layer.mlp, batch.kernels)
+            fed = feed_forward(normed, layer.mlp, batch.kernels, batch.kv_slot_mapping)
             normed = self._norm(hidden, fed, next_norm, batch.kernels)
         return normed
 
@@ -242,7 +242,8 @@ class Qwen35Model:
         normed = self._norm(x, None, layer.input_norm, kernels)
         mixed = self._attend(normed, layer.mixer, caches, self.num_kv_layers - 1, plan)
         normed = self._norm(x, mixed, layer.mlp_norm, kernels)
-        return self._norm(x, feed_forward(normed, layer.mlp, kernels), module.norm, kernels)
+        fed = feed_forward(normed, layer.mlp, kernels, batch.kv_slot_mapping)
+        return self._norm(x, fed, module.norm, kernels)
 
     def logits(self, hidden_rows: Tensor) -> Tensor:
         """Apply the head.

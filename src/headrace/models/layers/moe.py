@@ -11,6 +11,7 @@ from headrace.models.layers.mlp import Activation, MlpWeights, activation, mlp
 from headrace.ops.activations import sigmoid
 from headrace.ops.grouped_experts import grouped_experts
 from headrace.ops.linear import linear
+from headrace.ops.routed_experts import Routes, route_tokens, routed_experts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -96,7 +97,12 @@ def load_experts(
     return gate_up, source.stack(*((f"{own}{down}.weight",) for own in owns))
 
 
-def feed_forward(x: Tensor, weights: MlpWeights | MoeWeights, kernels: Kernels = "torch") -> Tensor:
+def feed_forward(
+    x: Tensor,
+    weights: MlpWeights | MoeWeights,
+    kernels: Kernels = "torch",
+    slots: Tensor | None = None,
+) -> Tensor:
     """Run the block over normed hidden states.
 
     A mixture sends each token through the k experts with the highest scores, weighs their outputs
@@ -105,13 +111,17 @@ def feed_forward(x: Tensor, weights: MlpWeights | MoeWeights, kernels: Kernels =
     Args:
         x: [T, C].
         weights: The layer's.
-        kernels: What computes between the products.
+        kernels: What computes between the products, and the experts.
+        slots: KV slots, [T] i64: kernels read no expert for tokens of padding, whose slot is 0.
+            None if there are none.
 
     Returns:
         [T, C].
     """
     if isinstance(weights, MlpWeights):
         return mlp(x, weights, kernels)
+    if kernels == "triton":
+        return _fused(x, weights, slots)
     chosen, factors = _route(x, weights)
     inputs = x if weights.latent is None else linear(x, weights.latent[0])
     activate = activation(weights.activation, kernels)
@@ -124,6 +134,41 @@ def feed_forward(x: Tensor, weights: MlpWeights | MoeWeights, kernels: Kernels =
     if weights.shared_gate is not None:
         shared = shared * sigmoid(linear(x, weights.shared_gate))
     return out + shared
+
+
+def _fused(x: Tensor, weights: MoeWeights, slots: Tensor | None) -> Tensor:
+    """Run a mixture by kernels, [T, C]."""
+    shared = None if weights.shared is None else mlp(x, weights.shared, "triton")
+    routes = _fused_routes(x, weights, slots)
+    experts = weights.gate_up, weights.down, routes
+    if weights.latent is None:
+        return routed_experts(x, *experts, shared=shared, activation=weights.activation)
+    # The shared MLP has the model's width: it cannot be added before the projection.
+    into, out_of = weights.latent
+    out = linear(routed_experts(linear(x, into), *experts, activation=weights.activation), out_of)
+    return out if shared is None else out.add_(shared * routes.factors[:, -1:].to(x.dtype))
+
+
+def _fused_routes(x: Tensor, weights: MoeWeights, slots: Tensor | None) -> Routes:
+    """Choose each token's experts; none for tokens of padding."""
+    routing, gate = weights.routing, weights.shared_gate
+    if routing.num_chosen_groups < routing.num_groups:
+        # No kernel chooses groups; such routers are small.
+        assert gate is None, "no family has groups of experts and a gate of the shared one"
+        chosen, factors = _route(x, weights)
+        if slots is not None:
+            chosen = chosen.masked_fill((slots == 0)[:, None], -1)
+        ones = torch.ones_like(factors[:, :1])
+        return Routes(experts=chosen.int(), factors=torch.cat((factors, ones), -1))
+    return route_tokens(
+        linear(x.to(weights.router.dtype), weights.router),
+        weights.num_chosen,
+        routing,
+        choice_bias=weights.choice_bias,
+        x=None if gate is None else x,
+        shared_gate=gate,
+        slots=slots,
+    )
 
 
 def _route(x: Tensor, weights: MoeWeights) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from headrace.ops.gated_delta_decode.kernel_replay import (
     replay_advance_kernel,
     replay_answer_kernel,
 )
-from headrace.rt.kernels import is_interpreted, launch_kernel
+from headrace.rt.kernels import launch_kernel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -165,7 +165,7 @@ def _ask(
         ring.updates,
         stride,
         QUERY=width,
-        IS_INTERPRETED=is_interpreted(),
+        IS_INTERPRETED=state.device.type == "cpu",
         COLUMNS=max(LEAST_WIDTH, 1 << (2 * width - 1).bit_length()),
         **sizes,
     )
