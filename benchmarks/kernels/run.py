@@ -1,6 +1,6 @@
 """The fused kernels on a GPU: right, and how far from what the memory allows.
 
-    python benchmarks/kernels/run.py [--json FILE] [--quick] [--only fusions]
+    python benchmarks/kernels/run.py [--json FILE] [--quick] [--only NAME]
 
 For the Qwen3.5-4B shape (24 Gated DeltaNet layers, 16 key and 32 value heads of 128, 3 drafts at
 most). Times are medians over replays of a graph that launches the kernel once for each of the
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from choice import bench_choice, check_choice
 from experts import bench_experts, check_experts
 from fusions import bench_fusions, check_fusions
 from timing import copy_rate, time_us
@@ -379,7 +380,7 @@ def bench_attention(rate: float) -> list[dict[str, Any]]:
     return results
 
 
-PARTS = ("attention", "columns", "decode", "experts", "fusions")
+PARTS = ("attention", "choice", "columns", "decode", "experts", "fusions")
 
 
 def main() -> None:
@@ -394,6 +395,7 @@ def main() -> None:
     torch.manual_seed(0)
     parts = PARTS if options.only is None else (options.only,)
     checkers = {
+        "choice": check_choice,
         "columns": check_columns,
         "decode": check_decode,
         "experts": check_experts,
@@ -404,6 +406,7 @@ def main() -> None:
     print(json.dumps({"copy_tb_per_s": round(rate / 1e12, 3)}), flush=True)
     benches = {
         "attention": lambda: bench_attention(rate),
+        "choice": lambda: bench_choice(rate),
         "columns": lambda: bench_columns(rate),
         "decode": lambda: bench_decode(rate, quick=options.quick),
         "experts": lambda: bench_experts(rate),

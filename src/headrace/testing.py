@@ -25,6 +25,7 @@ from headrace.ops import (
     gated_product,
     paged_decode,
     routed_experts,
+    token_choice,
 )
 from headrace.tiny_configs import CONFIGS
 
@@ -57,8 +58,9 @@ KERNEL_OPS = (
     gated_product,
     paged_decode,
     routed_experts,
+    token_choice,
 )
-"""Operations that a model takes where `kernels` is triton; each decides by its `can_launch`."""
+"""Operations that steps take where `kernels` is triton; each decides by its `can_launch`."""
 
 KERNEL_SIZES: dict[str, Any] = {"linear_value_head_dim": 16}
 """Changes of the small Qwen3.5 with which the fused kernels can run it."""

@@ -120,6 +120,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
     from headrace.ops.paged_decode import fused as attention  # noqa: PLC0415
     from headrace.ops.routed_experts import fused as experts  # noqa: PLC0415
     from headrace.ops.state_columns import fused as columns  # noqa: PLC0415
+    from headrace.ops.token_choice import fused as choice  # noqa: PLC0415
 
     specs: list[KernelSpec] = []
 
@@ -127,7 +128,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
         assert 0 not in grid
         specs.append(spec_of(kernel, args, options))
 
-    for module in (norm, heads, mixer, product, attention, experts):
+    for module in (norm, heads, mixer, product, attention, experts, choice):
         monkeypatch.setattr(module, "launch_kernel", launch)
     # Its tuples nobody compiles here; and tensors without memory have no addresses to compare.
     monkeypatch.setattr(columns, "launch_kernel", lambda *_, **__: None)
@@ -208,6 +209,7 @@ def test_launches_of_a_decode_step_ask_the_device_for_nothing(
     assert kernels == {
         "add_rms_norm_kernel", "attention_inputs_kernel", "gated_product_kernel",
         "gated_delta_decode_kernel", "paged_decode_kernel", "combine_splits_kernel",
+        "best_of_parts_kernel", "best_of_row_kernel",
     }
 
 

@@ -205,6 +205,7 @@ def test_kernels_give_what_pytorch_operations_give(
     assert {launch.kernel for launch in race_detector.launches} == {
         "add_rms_norm_kernel", "attention_inputs_kernel", "gated_product_kernel",
         "gated_delta_decode_kernel", "paged_decode_kernel", "combine_splits_kernel",
+        "best_of_parts_kernel", "best_of_row_kernel",
     }
     # What the kernels do is part of what their launch declares. Blocks 0 are no one's.
     effects = dict.fromkeys(("inputs", "work"), Effect.READ)

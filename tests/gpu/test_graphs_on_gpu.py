@@ -18,9 +18,10 @@ from headrace.engine.engine import Engine
 from headrace.engine.load import load_parts
 from headrace.models.config import ModelConfig
 from headrace.models.registry import model_class
+from headrace.ops.token_choice import choose_tokens
 from headrace.sampling_params import SamplingParams
 from headrace.testing import KERNEL_SIZES, TINY_DICTS, random_weights
-from headrace.worker.sampler import lowest_argmax
+from headrace.worker.sampler import SamplingTensors, lowest_argmax, sample
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -191,3 +192,28 @@ def test_the_first_of_equal_logits_is_chosen(dtype: torch.dtype) -> None:
         # Few values, so that the largest one occurs many times.
         values = torch.randint(0, 4, (rows, vocab), generator=generator).to(dtype)
         assert torch.equal(lowest_argmax(values.cuda()).cpu(), lowest_argmax(values))
+        assert torch.equal(choose_tokens(values.cuda()).cpu(), lowest_argmax(values))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_draws_what_pytorch_draws_bit_for_bit(dtype: torch.dtype) -> None:
+    seed = secrets.randbits(32)
+    print(f"{seed=}")
+    generator = torch.Generator().manual_seed(seed)
+    for rows, vocab in ((1, 7), (33, 1000), (257, 248_320)):
+        logits = (torch.randn(rows, vocab, generator=generator) * 3).to(dtype).cuda()
+        params = SamplingTensors(
+            temperature=(torch.rand(rows, generator=generator) * 2).masked_fill(
+                torch.arange(rows) % 5 == 0, 0.0
+            ).cuda(),
+            top_k=torch.full((rows,), vocab).cuda(), top_p=torch.ones(rows).cuda(),
+            min_p=torch.zeros(rows).cuda(),
+            seed=torch.randint(-(2**62), 2**62, (rows,), generator=generator).cuda(),
+            position=torch.randint(0, 2**20, (rows,), generator=generator).cuda(),
+        )
+        for filters in (False, True):
+            by_kernel, by_torch = (
+                sample(logits, params, is_all_greedy=False, filters=filters, kernels=kernels)
+                for kernels in ("triton", "torch")
+            )
+            assert torch.equal(by_kernel, by_torch)

@@ -631,8 +631,10 @@ def _sizes(
         entry = sum(_bytes(group.ring, len(group.layers)) for group in groups)
         budget = max(0, budget - (config.max_num_seqs + 1) * scheme.ring_size * entry)
     if device.type != "cpu" and config.graphs == "on":
-        samples = config.max_num_seqs * (1 + max_drafts)
-        budget = max(0, budget - logits_bytes(samples, model_config.vocab_size, model.dtype))
+        rows, vocab_size = config.max_num_seqs, model_config.vocab_size
+        # Where more is done to logits than to compare them, that is done to a copy in float32.
+        processed = rows * (1 + max_drafts) * vocab_size * torch.float32.itemsize
+        budget = max(0, budget - logits_bytes(rows, vocab_size, model.dtype) - processed)
     state_budget = budget // 2
     if not any(each.num_kv_layers for each in models):
         # Blocks of token ids weigh next to nothing: what they leave is for states.

@@ -13,6 +13,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
+import torch
+
 from headrace.models.config import FULL, ModelConfig
 from headrace.models.layers.attention import (
     PlainAttentionStep,
@@ -29,7 +31,6 @@ from headrace.ops.rotary import inverse_frequencies, rotary_tables
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    import torch
     from torch import Tensor
 
     from headrace.models.batch import Caches, StateCache, StateGroupSpec, StepBatch
@@ -238,6 +239,11 @@ class HybridDecoder(ABC, Generic[Config]):
         return self._weights.embedding.dtype
 
     @property
+    def logits_dtype(self) -> torch.dtype:
+        """Dtype of `logits`: the head's own, or float32 where they are divided."""
+        return self.dtype if self._multipliers.logits_divisor == 1.0 else torch.float32
+
+    @property
     def num_parameters(self) -> int:
         """Elements of the checkpoint's tensors."""
         return sum(math.prod(shape) for shape in self.expected_tensors(self.config).values())
@@ -327,19 +333,22 @@ class HybridDecoder(ABC, Generic[Config]):
         eps, factor = self.config.rms_norm_eps, self._multipliers.query
         return plain_attention(x, weights, kv, attention, eps=eps, query_factor=factor)
 
-    def logits(self, hidden_rows: Tensor) -> Tensor:
+    def logits(self, hidden_rows: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Apply the head.
 
         Args:
             hidden_rows: Rows of `forward`, [R, C].
+            out: Where they go, [R filled up to ROW_TILE or more, vocabulary], logits_dtype.
 
         Returns:
-            [R, vocabulary] f32.
+            [R, vocabulary], logits_dtype.
         """
         rows = hidden_rows.shape[0]
-        logits = linear(pad_rows(hidden_rows), self._weights.head)[:rows].float()
         divisor = self._multipliers.logits_divisor
-        return logits if divisor == 1.0 else logits / divisor
+        if divisor == 1.0:
+            return linear(pad_rows(hidden_rows), self._weights.head, out=out)[:rows]
+        logits = linear(pad_rows(hidden_rows), self._weights.head)[:rows].float()
+        return torch.div(logits, divisor, out=None if out is None else out[:rows])
 
     def _add(self, hidden: Tensor, change: Tensor) -> Tensor:
         factor = self._multipliers.residual

@@ -35,6 +35,10 @@ class HybridModel(Protocol):
         """Compute dtype."""
 
     @property
+    def logits_dtype(self) -> torch.dtype:
+        """Dtype of `logits`: the head's own, or float32 where something is done to them."""
+
+    @property
     def num_parameters(self) -> int:
         """Elements of the checkpoint's tensors."""
 
@@ -63,12 +67,13 @@ class HybridModel(Protocol):
             Hidden states after the last norm, [T, C].
         """
 
-    def logits(self, hidden_rows: Tensor) -> Tensor:
+    def logits(self, hidden_rows: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Apply the head.
 
         Args:
             hidden_rows: Rows of `forward`, [R, C].
+            out: Where they go, [R filled up to ROW_TILE or more, vocabulary], logits_dtype.
 
         Returns:
-            [R, vocabulary] f32.
+            [R, vocabulary], logits_dtype: the first rows of out, if that is given.
         """

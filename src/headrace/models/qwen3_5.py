@@ -151,6 +151,11 @@ class Qwen35Model:
         return self._weights.embedding.dtype
 
     @property
+    def logits_dtype(self) -> torch.dtype:
+        """Dtype of `logits`."""
+        return self.dtype
+
+    @property
     def num_parameters(self) -> int:
         """Elements of the checkpoint's tensors."""
         total = 0
@@ -245,17 +250,18 @@ class Qwen35Model:
         fed = feed_forward(normed, layer.mlp, kernels, batch.kv_slot_mapping)
         return self._norm(x, fed, module.norm, kernels)
 
-    def logits(self, hidden_rows: Tensor) -> Tensor:
+    def logits(self, hidden_rows: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Apply the head.
 
         Args:
             hidden_rows: Rows of `forward` or `mtp`, [R, C].
+            out: Where they go, [R filled up to ROW_TILE or more, vocabulary], logits_dtype.
 
         Returns:
-            [R, vocabulary] f32.
+            [R, vocabulary], logits_dtype.
         """
         rows = hidden_rows.shape[0]
-        return linear(pad_rows(hidden_rows), self._weights.head)[:rows].float()
+        return linear(pad_rows(hidden_rows), self._weights.head, out=out)[:rows]
 
     def _plan(self, batch: StepBatch, caches: Caches, *, with_states: bool) -> _StepPlan:
         config = self.config

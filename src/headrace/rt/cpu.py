@@ -95,7 +95,7 @@ class CpuRuntime(Runtime):
         stream.sequence += 1
         landed = _Landed()
         for name, view in parts.items():
-            landed[name] = array = view.array.copy()
+            landed[name] = array = _copied(view)
             array.setflags(write=False)
         return landed
 
@@ -114,7 +114,7 @@ class CpuRuntime(Runtime):
         landed = _Landed()
         for name, source in views.items():
             view = source.whole if type(source) is Buffer else source
-            landed[name] = array = view.array.copy()  # type: ignore[union-attr]
+            landed[name] = array = _copied(view)  # type: ignore[arg-type]
             array.setflags(write=False)
             if source.frame is not None:
                 source.frame.streams[on.index] = on
@@ -132,3 +132,10 @@ class CpuRuntime(Runtime):
     def poll_native(self, event: Event) -> bool:
         """Everything recorded is done already."""
         return event.is_recorded
+
+
+def _copied(view: View) -> Array:
+    """A copy of a view; numpy has no bfloat16, so such values come as the same ones in float32."""
+    if view.dtype is torch.bfloat16:
+        return view.device_tensor.float().numpy()
+    return view.array.copy()

@@ -145,7 +145,7 @@ class CudaCheckedRuntime(CudaRuntime):
         count = len(source)
         # Written before the copy is enqueued. A value that still stands after the event means that
         # the copy did not come.
-        memory.values[:count] = poison(source.dtype)
+        memory.values[:count] = poison(memory.memory_tensor.dtype)
         self.use(stream)
         memory.memory_tensor[:count].copy_(source.device_tensor, non_blocking=True)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from headrace.rt.errors import RtError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-
-    import torch
 
     from headrace.rt.frames import HostMemory
     from headrace.rt.streams import Event
@@ -47,7 +47,11 @@ class LandingPool:
         self._made = 0
 
     def lease(self, shape: tuple[int, ...], dtype: torch.dtype) -> LeasedPart:
-        """Memory of at least `shape[0]` rows: a power of two, so that few sizes serve all."""
+        """Memory of at least `shape[0]` rows: a power of two, so that few sizes serve all.
+
+        numpy has no bfloat16: such values land as the same ones in float32.
+        """
+        dtype = torch.float32 if dtype is torch.bfloat16 else dtype
         asked = (shape, dtype)
         serving = self._serving.get(asked)
         if serving is None:

@@ -59,6 +59,17 @@ def test_step_runs_from_stage_to_ticket(runtime: rt.Runtime) -> None:
     assert runtime.finish() == ()
 
 
+def test_what_numpy_has_no_dtype_for_lands_as_the_same_values(runtime: rt.Runtime) -> None:
+    compute = runtime.stream("compute")
+    buffer = runtime.alloc("b", (5, 3), torch.bfloat16)
+    values = torch.randn(5, 3).to(torch.bfloat16)
+    runtime.write(buffer, values)
+    landed = runtime.fetch({"b": buffer}, on=compute).result()["b"]
+    assert landed.dtype == np.float32
+    assert torch.equal(torch.from_numpy(landed.copy()), values.float())
+    assert runtime.finish() == ()
+
+
 def test_steady_step_waits_only_for_its_ticket(runtime: rt.Runtime) -> None:
     compute = runtime.stream("compute")
     ring = runtime.frames(

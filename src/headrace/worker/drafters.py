@@ -23,7 +23,7 @@ from headrace.models.batch import (
     VerifyRows,
 )
 from headrace.worker.launches import column_block, make_batch, make_caches, state_table
-from headrace.worker.sampler import lowest_argmax
+from headrace.worker.sampler import likeliest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -112,11 +112,11 @@ def draft_mtp(
         state = model.mtp(batch, caches, hidden[: shape.num_padded], following)[last]
     if not len(rows) or not shape.num_drafts:
         return
-    draft = lowest_argmax(model.logits(state))
+    draft = likeliest(model.logits(state), fixed.kernels)
     proposals = [draft]
     for step in range(1, shape.num_drafts):
         state = apply(draft, state, position + step)
-        draft = lowest_argmax(model.logits(state))
+        draft = likeliest(model.logits(state), fixed.kernels)
         proposals.append(draft)
     _propose(drafts, rows, torch.stack(proposals, dim=1))
 
@@ -246,7 +246,7 @@ def draft_model(
         )
         batch = _one_token_batch(token, at, table, metadata, fixed, fixed.draft_kernels, is_real)
         hidden = model.forward(batch, caches)
-        token = lowest_argmax(model.logits(hidden[:count]))
+        token = likeliest(model.logits(hidden[:count]), fixed.draft_kernels)
         proposals.append(token)
     _propose(drafts, rows, torch.stack(proposals, dim=1))
 

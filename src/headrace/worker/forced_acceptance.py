@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from headrace.worker.sampler import gumbel_noise
+from headrace.ops.token_choice import gumbel_noise
 
 if TYPE_CHECKING:
     from torch import Tensor

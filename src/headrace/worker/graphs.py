@@ -30,6 +30,7 @@ import torch
 
 from headrace import rt
 from headrace.errors import ConfigError
+from headrace.models.batch import ROW_TILE
 from headrace.worker.buffers import input_fields, output_fields, state_columns
 
 if TYPE_CHECKING:
@@ -108,9 +109,12 @@ def row_sizes(most: int) -> tuple[int, ...]:
     return (*(size for size in sizes if size < most), most)
 
 
-def logits_bytes(num_samples: int, vocab_size: int, dtype: torch.dtype) -> int:
-    """Bytes of the largest temporaries of a captured step: logits as computed, and in float32."""
-    return num_samples * vocab_size * (dtype.itemsize + torch.float32.itemsize)
+def logits_bytes(num_rows: int, vocab_size: int, dtype: torch.dtype) -> int:
+    """Bytes of the largest temporaries of a captured step: a drafter's logits for all rows.
+
+    The model's own have a buffer.
+    """
+    return -(-num_rows // ROW_TILE) * ROW_TILE * vocab_size * dtype.itemsize
 
 
 class StepGraphs:
@@ -157,7 +161,7 @@ class StepGraphs:
         self.outputs = self._static("out", output_fields(sizes), "output")
         # Sizes come in any order, and a small one's memory is of no use to a larger one. All of
         # them find their largest temporaries in what is set aside here.
-        largest = logits_bytes(sizes.max_samples, sizes.vocab_size, dtype)
+        largest = logits_bytes(sizes.max_num_seqs, sizes.vocab_size, dtype)
         runtime.reserve_for_graphs(largest, stream)
 
     def _static(self, part: str, fields: Mapping[str, rt.Field], kind: str) -> rt.Bundle:

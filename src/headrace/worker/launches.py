@@ -344,7 +344,7 @@ def forward(
     hidden[: shape.num_padded] = out
     if shape.num_samples:
         chosen = out[inputs["sample_index"][: shape.num_samples]]
-        logits[: shape.num_samples] = fixed.model.logits(chosen)
+        fixed.model.logits(chosen, out=logits)
 
 
 @rt.op(
@@ -385,10 +385,11 @@ def verify(  # noqa: PLR0915 - every carry array, written in one place
     position = work["positions"][inputs["sample_index"][: shape.num_samples]] + 1
     processed = logits
     if rules is not None and rules_shape is not None:
-        processed = apply_rules(logits, position, tokens, inputs["tables"], rules, rules_shape)
+        raw = logits.float()
+        processed = apply_rules(raw, position, tokens, inputs["tables"], rules, rules_shape)
     if masks is not None and masks_shape is not None:
         processed = apply_masks(processed, masks, masks_shape)
-    chosen = _sample(inputs, processed, position, shape)
+    chosen = _sample(inputs, processed, position, shape, fixed)
     if shape.num_logprobs >= 0:
         _put_logprobs(outputs, logits, chosen, shape)
     if n:
@@ -452,7 +453,7 @@ def _put_logprobs(
 ) -> None:
     """Log-probabilities at every sample position, of the raw logits."""
     count = shape.num_samples
-    own, rank, values, ids = top_logprobs(logits, chosen, max(1, shape.num_logprobs))
+    own, rank, values, ids = top_logprobs(logits.float(), chosen, max(1, shape.num_logprobs))
     outputs["logprob"][:count] = own
     outputs["rank"][:count] = rank
     outputs["top_values"][:count, : values.shape[1]] = values
@@ -460,7 +461,7 @@ def _put_logprobs(
 
 
 def _sample(
-    inputs: dict[str, Tensor], logits: Tensor, position: Tensor, shape: StepShape
+    inputs: dict[str, Tensor], logits: Tensor, position: Tensor, shape: StepShape, fixed: Fixed
 ) -> Tensor:
     """Tokens chosen at the sample positions, [num_samples] i64."""
     count = shape.num_samples
@@ -476,7 +477,8 @@ def _sample(
         position=position,
     )
     return sample(
-        logits, params, is_all_greedy=shape.is_all_greedy, filters=shape.filters
+        logits, params, is_all_greedy=shape.is_all_greedy, filters=shape.filters,
+        kernels=fixed.kernels,
     )
 
 
@@ -520,7 +522,7 @@ def score_prompt(
         fixed: The worker's constants.
     """
     stop = start + count
-    raw = fixed.model.logits(hidden[start:stop])
+    raw = fixed.model.logits(hidden[start:stop]).float()
     width = scores["ids"].shape[1]
     own, rank, values, ids = top_logprobs(raw, inputs["next_tokens"][start:stop], width)
     scores["own"][start:stop] = own

@@ -10,19 +10,17 @@ R sample positions, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from headrace.ops.token_choice import choose_tokens, gumbel_noise
+
 if TYPE_CHECKING:
     from torch import Tensor
 
-_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
-_MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
-_MIX_2 = 0x94D049BB133111EB - 2**64
-_NOISE_MASK = 2**23 - 1
-
+    from headrace.models.batch import Kernels
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SamplingTensors:
@@ -45,40 +43,6 @@ class SamplingTensors:
     position: Tensor
 
 
-def _mix(value: Tensor) -> Tensor:
-    """SplitMix64's finaliser on wrapping int64 (Steele, Lea, Flood 2014)."""
-    value = (value ^ ((value >> 30) & 0x3FFFFFFFF)) * _MIX_1
-    value = (value ^ ((value >> 27) & 0x1FFFFFFFFF)) * _MIX_2
-    return value ^ ((value >> 31) & 0x1FFFFFFFF)
-
-
-def gumbel_noise(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise keyed by (seed, position, entry).
-
-    Args:
-        seed: [R] i64.
-        position: [R] i64.
-        vocab_size: V.
-
-    Returns:
-        [R, V] f32, finite.
-    """
-    key = _mix(_mix(seed) + position * _GOLDEN)
-    entry = torch.arange(vocab_size, device=seed.device, dtype=torch.int64) * _GOLDEN
-    return _gumbel((_mix(key[:, None] + entry) >> 41) & _NOISE_MASK)
-
-
-def _gumbel(bits: Tensor) -> Tensor:
-    """Gumbel noise of 23 random bits.
-
-    The uniforms are odd multiples of 2**-24, all of which float32 holds. With one bit more the
-    largest would round to 1, whose noise is infinite: one entry in 2**24 would win whatever its
-    logit.
-    """
-    uniform = (bits.to(torch.float32) + 0.5) * 2.0**-23
-    return -torch.log(-torch.log(uniform))
-
-
 def lowest_argmax(values: Tensor) -> Tensor:
     """Index of the largest value per row, the lowest one on ties, [R] i64."""
     if values.device.type == "cuda":
@@ -90,28 +54,54 @@ def lowest_argmax(values: Tensor) -> Tensor:
     return first.clamp_(max=values.shape[-1] - 1)
 
 
+def likeliest(logits: Tensor, kernels: Kernels) -> Tensor:
+    """The greedy choice of each row.
+
+    Args:
+        logits: [R, V] f32 or bf16.
+        kernels: What computes it.
+
+    Returns:
+        Token ids, [R] i64.
+    """
+    return choose_tokens(logits) if kernels == "triton" else lowest_argmax(logits)
+
+
 def sample(
-    logits: Tensor, params: SamplingTensors, *, is_all_greedy: bool, filters: bool
+    logits: Tensor,
+    params: SamplingTensors,
+    *,
+    is_all_greedy: bool,
+    filters: bool,
+    kernels: Kernels = "torch",
 ) -> Tensor:
     """Choose one token per row.
 
     Args:
-        logits: Processed logits, [R, V] f32.
+        logits: Processed logits, [R, V] f32 or bf16; what is done to them is done in float32.
         params: Per row.
         is_all_greedy: Host's knowledge that every temperature is 0.
         filters: Whether any row has top_k, top_p or min_p.
+        kernels: What computes it.
 
     Returns:
         Token ids, [R] i64.
     """
     if is_all_greedy:
-        return lowest_argmax(logits)
-    is_greedy = (params.temperature == 0.0)[:, None]
-    scaled = logits / torch.where(is_greedy, 1.0, params.temperature[:, None])
+        return likeliest(logits, kernels)
+    if kernels == "triton" and not filters:
+        return choose_tokens(logits, params)
+    logits = logits.float()
+    is_greedy = params.temperature == 0.0
+    scaled = logits / torch.where(is_greedy, 1.0, params.temperature)[:, None]
     if filters:
         scaled = _filter(scaled, params)
+    if kernels == "triton":
+        values = torch.where(is_greedy[:, None], logits, scaled)
+        # What is left to do with the others is to add noise.
+        return choose_tokens(values, replace(params, temperature=(~is_greedy).float()))
     noise = gumbel_noise(params.seed, params.position, logits.shape[-1])
-    return lowest_argmax(torch.where(is_greedy, logits, scaled + noise))
+    return lowest_argmax(torch.where(is_greedy[:, None], logits, scaled + noise))
 
 
 def _filter(scaled: Tensor, params: SamplingTensors) -> Tensor:

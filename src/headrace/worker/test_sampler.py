@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.ops import token_choice
+from headrace.ops.token_choice import gumbel_noise
+from headrace.ops.token_choice.reference import _gumbel
 from headrace.worker.sampler import (
     SamplingTensors,
-    _gumbel,
     count_accepted,
-    gumbel_noise,
+    likeliest,
     lowest_argmax,
     sample,
     top_logprobs,
@@ -191,6 +193,27 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
         )
         alone = sample(logits[row : row + 1], mine, is_all_greedy=False, filters=True)
         assert alone.item() == together[row].item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("filters", [False, True])
+def test_kernels_are_asked_for_the_same_choice(
+    filters: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch  # noqa: FBT001
+) -> None:
+    """Their specification in their place; the kernel's own tests compare it with that."""
+    monkeypatch.setattr(token_choice, "can_launch", lambda _: False)
+    seed = fresh_seed()
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(40, 333, generator=generator).to(dtype)
+    params = parameters(40, temperature=0.7, seed=seed, top_k=9 if filters else 333)
+    params.temperature[::3] = 0.0
+    by_kernel, by_torch = (
+        sample(logits, params, is_all_greedy=False, filters=filters, kernels=kernels)
+        for kernels in ("triton", "torch")
+    )
+    assert torch.equal(by_kernel, by_torch)
+    assert torch.equal(by_torch[::3], logits[::3].float().argmax(-1))
+    assert torch.equal(likeliest(logits, "triton"), likeliest(logits, "torch"))
 
 
 def test_drafts_are_kept_from_the_left_while_equal() -> None:

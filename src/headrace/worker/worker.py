@@ -351,7 +351,7 @@ class Worker:
         })
         self._hidden = alloc("work.hidden", (t, sizes.hidden_size), model.dtype, kind="work")
         self._logits = alloc(
-            "work.logits", (sizes.max_samples, sizes.vocab_size), torch.float32, kind="work"
+            "work.logits", (sizes.max_samples, sizes.vocab_size), model.logits_dtype, kind="work"
         )
 
     # A step --------------------------------------------------------------------------------

@@ -19,22 +19,26 @@ ROW_TILE = 16
 """Rows of one product on the CPU: half the work is wasted for 8 rows, and no tile is ragged."""
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
+def linear(x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Multiply each row with a weight matrix.
 
     Args:
         x: Rows, [T, C]; on the CPU T is a multiple of ROW_TILE.
         weight: [O, C], the dtype of x.
+        out: Where the product goes, [T or more, O], the dtype of x; made if it is not given.
 
     Returns:
-        x @ weight^T, [T, O].
+        x @ weight^T, [T, O]: the first rows of out, if that is given.
     """
     rows = x.shape[0]
-    if x.device.type != "cpu" or rows == ROW_TILE:
+    is_tiled = x.device.type == "cpu" and rows != ROW_TILE
+    if out is None and not is_tiled:
         return functional.linear(x, weight)
-    assert rows % ROW_TILE == 0, f"{rows=} is no multiple of {ROW_TILE}"
-    out = x.new_empty(rows, weight.shape[0])
     transposed = weight.t()
+    out = x.new_empty(rows, weight.shape[0]) if out is None else out[:rows]
+    if not is_tiled:
+        return torch.mm(x, transposed, out=out)
+    assert rows % ROW_TILE == 0, f"{rows=} is no multiple of {ROW_TILE}"
     x_tiles = x.view(-1, ROW_TILE, x.shape[1]).unbind()
     out_tiles = out.view(-1, ROW_TILE, out.shape[1]).unbind()
     for x_tile, out_tile in zip(x_tiles, out_tiles, strict=True):

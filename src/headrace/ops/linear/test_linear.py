@@ -39,6 +39,17 @@ def test_it_agrees_with_the_reference(rng: random.Random, rows: int) -> None:
     assert torch.allclose(got, linear_reference(x, weight), atol=1e-5)
 
 
+@pytest.mark.parametrize("rows", [16, 48])
+def test_an_output_that_is_given_gets_the_same_bits_and_keeps_the_rows_behind(
+    rng: random.Random, rows: int
+) -> None:
+    del rng
+    x, weight, out = torch.randn(rows, 40), torch.randn(24, 40), torch.full((64, 24), torch.nan)
+    assert linear(x, weight, out=out).data_ptr() == out.data_ptr()
+    assert torch.equal(out[:rows], linear(x, weight))
+    assert out[rows:].isnan().all()
+
+
 @pytest.mark.parametrize(("heads", "width", "outputs"), [(4, 12, 20), (3, 20, 16), (8, 64, 512)])
 def test_a_row_of_heads_has_the_same_bits_among_any_others(
     rng: random.Random, heads: int, width: int, outputs: int

@@ -180,7 +180,7 @@ class SimRuntime(Runtime):
         count = len(view)
         tensor = view.device_tensor
         if self.checker.is_on:
-            target.values[:count] = poison(view.dtype)
+            target.values[:count] = poison(target.memory_tensor.dtype)
         mine = target.values[:count].copy() if self.checker.is_on else None
 
         def piece(start: int, stop: int) -> Callable[[], None]:
