@@ -25,6 +25,7 @@ import torch
 from choice import bench_choice, check_choice
 from experts import bench_experts, check_experts
 from fusions import bench_fusions, check_fusions
+from products import bench_fixed_linear, check_fixed_linear
 from timing import copy_rate, time_us
 
 from headrace.ops.gated_delta_decode import MixerWeights, Ring, fused, reference
@@ -380,7 +381,9 @@ def bench_attention(rate: float) -> list[dict[str, Any]]:
     return results
 
 
-PARTS = ("attention", "choice", "columns", "decode", "experts", "fusions")
+PARTS = (
+    "attention", "choice", "columns", "decode", "deterministic_linear", "experts", "fusions"
+)
 
 
 def main() -> None:
@@ -398,6 +401,7 @@ def main() -> None:
         "choice": check_choice,
         "columns": check_columns,
         "decode": check_decode,
+        "deterministic_linear": check_fixed_linear,
         "experts": check_experts,
         "fusions": check_fusions,
     }
@@ -409,6 +413,7 @@ def main() -> None:
         "choice": lambda: bench_choice(rate),
         "columns": lambda: bench_columns(rate),
         "decode": lambda: bench_decode(rate, quick=options.quick),
+        "deterministic_linear": lambda: bench_fixed_linear(rate),
         "experts": lambda: bench_experts(rate),
         "fusions": lambda: bench_fusions(rate),
     }
