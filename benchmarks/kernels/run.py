@@ -25,6 +25,7 @@ import torch
 from choice import bench_choice, check_choice
 from experts import bench_experts, check_experts
 from fusions import bench_fusions, check_fusions
+from prefill_attention import bench_prefill, check_prefill
 from products import bench_fixed_linear, check_fixed_linear
 from timing import copy_rate, time_us
 
@@ -382,7 +383,8 @@ def bench_attention(rate: float) -> list[dict[str, Any]]:
 
 
 PARTS = (
-    "attention", "choice", "columns", "decode", "deterministic_linear", "experts", "fusions"
+    "attention", "choice", "columns", "decode", "deterministic_linear", "experts", "fusions",
+    "paged_prefill",
 )
 
 
@@ -404,6 +406,7 @@ def main() -> None:
         "deterministic_linear": check_fixed_linear,
         "experts": check_experts,
         "fusions": check_fusions,
+        "paged_prefill": check_prefill,
     }
     checks = [row for part, check in checkers.items() if part in parts for row in check()]
     rate = copy_rate()
@@ -416,6 +419,7 @@ def main() -> None:
         "deterministic_linear": lambda: bench_fixed_linear(rate),
         "experts": lambda: bench_experts(rate),
         "fusions": lambda: bench_fusions(rate),
+        "paged_prefill": lambda: bench_prefill(rate),
     }
     rows = [row for part in parts for row in benches[part]()]
     report = {

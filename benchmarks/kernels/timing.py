@@ -40,3 +40,11 @@ def copy_rate() -> float:
     b = torch.empty_like(a)
     # A kernel and not a copy: graphs hand copies to an engine that reaches 2.8 TB/s only.
     return 2 * a.numel() * 4 / (time_us(lambda: torch.neg(a, out=b)) * 1e-6)
+
+
+def matmul_rate() -> float:
+    """Operations per second of a large product in bfloat16."""
+    size = 8192
+    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(a)
+    return 2 * size**3 / (time_us(lambda: torch.mm(a, b, out=out)) * 1e-6)

@@ -36,8 +36,8 @@ class EngineConfig:
         dtype: Compute dtype: auto, float32 or bfloat16.
         state_dtype: Dtype of recurrent state: auto, float32 or bfloat16.
         kernels: What computes generated tokens: auto, torch (PyTorch operations) or triton (fused
-            kernels; then norms and gates of prompts too). auto takes the kernels on a CUDA device
-            where there are some for the model.
+            kernels; then norms, gates and attention of prompts too). auto takes the kernels on a
+            CUDA device where there are some for the model.
         graphs: Capture steps of generating sequences alone and replay them: auto, on or off. auto
             is on on a CUDA device where kernels compute generated tokens.
         max_model_len: Most tokens in a sequence, prompt and output; None takes the model's own.

@@ -24,6 +24,7 @@ from headrace.ops import (
     gated_delta_decode,
     gated_product,
     paged_decode,
+    paged_prefill,
     routed_experts,
     token_choice,
 )
@@ -57,6 +58,7 @@ KERNEL_OPS = (
     gated_delta_decode,
     gated_product,
     paged_decode,
+    paged_prefill,
     routed_experts,
     token_choice,
 )

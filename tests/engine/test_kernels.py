@@ -7,6 +7,7 @@ promises where bits are not promised: 2e-4 of the standard deviation.
 
 from __future__ import annotations
 
+import itertools
 import random
 import secrets
 from dataclasses import replace
@@ -19,6 +20,7 @@ from conformance import GREEDY, VOCAB, Job, make_engine, script_for, solve
 from headrace.config import EngineConfig
 from headrace.engine.load import load_parts, resolve_kernels, resolve_scheme
 from headrace.errors import ConfigError
+from headrace.ops.paged_prefill import tiles
 from headrace.rt import Effect
 from headrace.rt.buffers import tensors_of
 from headrace.rt.detector import RowBound, assert_effects
@@ -52,14 +54,20 @@ def mixture_of(seed: int) -> Any:  # noqa: ANN401
     return tiny_family("qwen3_5_moe", seed=seed, layer_types=layer_types, **sizes)
 
 
-def serve(engine: Engine, jobs: Sequence[Job]) -> list[RequestOutput]:
-    """Run requests to their end."""
+def serve(
+    engine: Engine, jobs: Sequence[Job], preempt_at: Sequence[int] = ()
+) -> list[RequestOutput]:
+    """Run requests to their end; before some steps a running sequence is preempted."""
     for index, job in enumerate(jobs):
         request = engine.add_request(str(index), job.prompt, job.params)
         if job.script is not None:
             engine.worker.scripts[request.sequences[0].seq_id] = job.script
     done: dict[str, RequestOutput] = {}
-    while engine.has_work():
+    for step in itertools.count():
+        if not engine.has_work():
+            break
+        if step in preempt_at:
+            engine.scheduler.preempt(engine.scheduler.running[-1])
         done |= {output.request_id: output for output in engine.step() if output.finished}
     return [done[str(index)] for index in range(len(jobs))]
 
@@ -109,6 +117,7 @@ def compare(
     lengths: Sequence[int],
     num_tokens: int,
     seed: int,
+    preempt_at: Sequence[int] = (),
     **options: Any,  # noqa: ANN401
 ) -> Engine:
     """Serve the same requests by kernels and by PyTorch operations; returns the first engine.
@@ -127,7 +136,7 @@ def compare(
                for kernels in ("triton", "torch")]
     for engine in engines:
         engine.scheduler.policy = None
-    outputs = [serve(engine, jobs) for engine in engines]
+    outputs = [serve(engine, jobs, preempt_at) for engine in engines]
     pairs = list(zip(*outputs, strict=True))
     are_same = [assert_close(mine, reference) for mine, reference in pairs]
     if all(are_same):
@@ -206,6 +215,7 @@ def test_kernels_give_what_pytorch_operations_give(
         "add_rms_norm_kernel", "attention_inputs_kernel", "gated_product_kernel",
         "gated_delta_decode_kernel", "paged_decode_kernel", "combine_splits_kernel",
         "best_of_parts_kernel", "best_of_row_kernel",
+        "paged_prefill_kernel",
     }
     # What the kernels do is part of what their launch declares. Blocks 0 are no one's.
     effects = dict.fromkeys(("inputs", "work"), Effect.READ)
@@ -269,6 +279,46 @@ def test_what_the_kernels_of_a_mixture_are_told_fits_their_specification(
     )
 
 
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    ("layout", "budget", "block_size", "lengths", "preempt_at"),
+    [
+        ("slots", 24, 4, [29, 3], []),
+        *(
+            pytest.param(layout, budget, size, [33, 41, 3], [5, 9], marks=pytest.mark.full)
+            for layout in LAYOUTS
+            for budget in (24, 64)
+            for size in (4, 16)
+        ),
+    ],
+)
+def test_prompts_attend_in_a_kernel(
+    layout: str,
+    budget: int,
+    block_size: int,
+    lengths: list[int],
+    preempt_at: list[int],
+    race_detector: Detector,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Chunks of prompts, split and not, and tokens that are computed again after a preemption."""
+    seed = secrets.randbits(32)
+    print(f"{seed=}")
+    from headrace.ops.gated_delta_decode import fused  # noqa: PLC0415  after the plugin's settings
+
+    monkeypatch.setattr(fused, "MIN_PROGRAMS", 0)
+    monkeypatch.setattr(tiles, "_SPLIT_KEYS", 12)
+    engine = compare(
+        model_of(seed), lengths, 2 + len(preempt_at) * 4, seed, preempt_at, batch_layout=layout,
+        rt_backend="sim", speculative="none", max_num_batched_tokens=budget,
+        block_size=block_size,
+    )
+    assert engine.parts.runtime.finish() == ()
+    assert engine.scheduler.num_preemptions == len(preempt_at)
+    kernels = {launch.kernel for launch in race_detector.launches}
+    assert {"paged_prefill_kernel", "add_parts_kernel"} <= kernels
+
+
 # Settings ---------------------------------------------------------------------------------------
 
 
@@ -294,6 +344,7 @@ def test_a_cpu_runs_pytorch_operations_unless_told_otherwise() -> None:
         ("granite", {}, "no kernel serves the layers of Granite.*; use kernels auto or torch"),
         ("odd", {}, "linear_value_head_dim is 12.*a power of 2; use kernels auto or torch"),
         ("large", {}, "head_dim is 512.*need 16..256; use kernels auto or torch"),
+        ("wide", {}, "a KV head has 64 query heads.*take 32 at most; use kernels auto or torch"),
     ],
 )
 def test_kernels_that_cannot_be_used_are_refused_with_the_remedy(
@@ -304,6 +355,7 @@ def test_kernels_that_cannot_be_used_are_refused_with_the_remedy(
         "granite": lambda: tiny_family("granite"),
         "odd": lambda: model_of(0, linear_value_head_dim=12),
         "large": lambda: model_of(0, head_dim=512),
+        "wide": lambda: model_of(0, num_attention_heads=64, num_key_value_heads=1),
     }[model]()
     with pytest.raises(ConfigError, match=message):
         resolved(made, **{"kernels": "triton", **settings})

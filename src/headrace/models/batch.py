@@ -20,11 +20,13 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from headrace.ops.paged_prefill import PrefillTiles
+
 ROW_TILE = 16
 """Rows of every matrix product on the CPU; T is a multiple of it."""
 
 Kernels = Literal["torch", "triton"]
-"""What computes the generating rows of a step: PyTorch operations, or fused kernels.
+"""What computes generating rows and attention: PyTorch operations, or fused kernels.
 
 With "triton", operations on single tokens are kernels for all tokens of a step, in every step: so a
 prompt's bits do not depend on whether a generating row is beside it.
@@ -151,8 +153,10 @@ class StepBatch:
         verify: Generating rows, or None.
         known: Known rows.
         scan_grid: Tokens between absolute scan points.
-        kernels: What computes the generating rows. "triton" only for a model whose
-            `kernel_obstacle` is None.
+        kernels: What computes the generating rows and attends from all. "triton" only for a model
+            whose `kernel_obstacle` is None.
+        prefill: How the kernel attends from the known rows: the model's tiles of them. None without
+            such rows, without attention and with PyTorch operations.
     """
 
     num_tokens: int
@@ -163,6 +167,7 @@ class StepBatch:
     known: tuple[KnownRow, ...]
     scan_grid: int = 64
     kernels: Kernels = "torch"
+    prefill: PrefillTiles | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -191,7 +191,7 @@ class HybridDecoder(ABC, Generic[Config]):
 
     @staticmethod
     def kernel_obstacle(config: ModelConfig) -> str | None:
-        """Return why no fused kernels can run a model's generating rows."""
+        """Return why no fused kernels can run a model."""
         return f"no kernel serves the layers of {config.architecture}"
 
     @abstractmethod

@@ -44,7 +44,7 @@ class HybridModel(Protocol):
 
     @staticmethod
     def kernel_obstacle(config: Any) -> str | None:  # noqa: ANN401 - the family's config
-        """Return why no fused kernels can run a model's generating rows, or None if they can.
+        """Return why no fused kernels can run a model, or None if they can.
 
         Where they can, `forward` (and `mtp`) take batches whose `kernels` is "triton".
         """

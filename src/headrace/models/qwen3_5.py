@@ -26,7 +26,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from headrace.models.layers.attention_plan import plan_attention, plan_fused_attention
+from headrace.models.layers.attention_plan import (
+    AttentionPlan,
+    FusedAttention,
+    plan_attention,
+    plan_fused_attention,
+)
 from headrace.models.layers.gated_attention import (
     AttentionStep,
     AttentionWeights,
@@ -47,12 +52,16 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from headrace.models.batch import Caches, Kernels, StateGroupSpec, StepBatch
+    from headrace.models.batch import Caches, Kernels, StateCache, StateGroupSpec, StepBatch
+    from headrace.models.layers.row_plan import RowPlan
     from headrace.models.qwen3_5_config import Qwen35Config
 
 
 _MIN_HEAD, _MAX_HEAD = 16, 256
-"""Head sizes of attention that its kernel is compiled for in the tests."""
+"""Head sizes of attention that its kernels are compiled for in the tests."""
+
+_MAX_GROUP = 32
+"""Query heads for each KV head that fit a tile of a prompt, in any dtype."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -122,7 +131,7 @@ class Qwen35Model:
 
     @staticmethod
     def kernel_obstacle(config: Qwen35Config) -> str | None:
-        """Return why the kernels cannot run a model's generating rows, or None if they can."""
+        """Return why the kernels cannot run a model, or None if they can."""
         sizes = config.delta
         for name, size in (
             ("linear_key_head_dim", sizes.key_dim),
@@ -133,6 +142,9 @@ class Qwen35Model:
                 return f"{name} is {size}, and the kernels need a power of 2"
         if not _MIN_HEAD <= config.head_dim <= _MAX_HEAD:
             return f"head_dim is {config.head_dim}, and the kernels need {_MIN_HEAD}..{_MAX_HEAD}"
+        group = config.num_attention_heads // config.num_kv_heads
+        if group > _MAX_GROUP:
+            return f"a KV head has {group} query heads, and the kernels take {_MAX_GROUP} at most"
         return None
 
     @property
@@ -267,18 +279,16 @@ class Qwen35Model:
         config = self.config
         block_size, num_kv_heads = caches.k.shape[2:4]
         cos, signed_sin = rotary_tables(batch.positions, self._weights.inverse_frequencies)
-        delta: StatePlan | SplitPlan | None = None
-        if batch.kernels == "triton" and batch.verify is not None:
+        attention: AttentionPlan | FusedAttention
+        if batch.kernels == "triton":
             out = self._zeros(batch, config.num_attention_heads, config.head_dim)
-            attention = plan_fused_attention(batch, block_size, num_kv_heads, out)
-            if with_states:
-                out = self._zeros(batch, self._sizes.values)
-                delta = plan_split(batch, 0, caches.groups[0], config.conv_kernel, out)
+            attention, rows = plan_fused_attention(batch, out), None
         else:
             rows = plan_rows(batch)
             attention = plan_attention(batch, rows, block_size, num_kv_heads)
-            if with_states:
-                delta = plan_states(batch, rows, 0, caches.groups[0], config.conv_kernel)
+        delta: StatePlan | SplitPlan | None = None
+        if with_states:
+            delta = self._plan_delta(batch, rows, caches.groups[0])
         step = AttentionStep(
             slots=batch.kv_slot_mapping,
             cos=cos,
@@ -287,6 +297,15 @@ class Qwen35Model:
             kernels=batch.kernels,
         )
         return _StepPlan(attention=step, delta=delta)
+
+    def _plan_delta(
+        self, batch: StepBatch, rows: RowPlan | None, cache: StateCache
+    ) -> StatePlan | SplitPlan:
+        """Compute what the Gated DeltaNet layers of a step share."""
+        taps = self.config.conv_kernel
+        if batch.kernels == "triton" and batch.verify is not None:
+            return plan_split(batch, 0, cache, taps, self._zeros(batch, self._sizes.values))
+        return plan_states(batch, rows, 0, cache, taps)
 
     def _zeros(self, batch: StepBatch, *shape: int) -> Tensor:
         """Zeros for each packed token of a step, [T, *shape]."""

@@ -23,6 +23,8 @@ from headrace.models.batch import (
     StepBatch,
     VerifyRows,
 )
+from headrace.models.layers.attention_plan import tiling_of
+from headrace.ops.paged_prefill import PrefillTiles, Span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -89,7 +91,7 @@ def run_reference(
         states_at: Numbers of tokens after which the states are wanted: inside the prompt multiples
             of scan_grid, its whole length, or any later number that is reached.
         scan_grid: Tokens between absolute scan points.
-        kernels: What computes the generated tokens.
+        kernels: What computes the tokens.
 
     Returns:
         Tokens, logits and states.
@@ -109,7 +111,8 @@ def run_reference(
         )
 
     hidden = model.forward(
-        prompt_batch(model, prompt, 0, len(prompt), exports, scan_grid=scan_grid), caches
+        prompt_batch(model, prompt, 0, length, exports, scan_grid=scan_grid, kernels=kernels),
+        caches,
     )
     for i, position in enumerate(exports):
         keep(position, RUNNING + 1 + i)
@@ -179,6 +182,7 @@ def prompt_batch(
     exports: Sequence[int] = (),
     *,
     scan_grid: int = 64,
+    kernels: Kernels = "torch",
 ) -> StepBatch:
     """Build the step that scans prompt[start:end]; export i goes to block RUNNING + 1 + i."""
     length = end - start
@@ -203,6 +207,12 @@ def prompt_batch(
         block_table=_identity_table(end, device),
         states=tuple(state for _ in model.state_groups(0)),
     )
+    prefill = None
+    tiling = tiling_of(model, kernels)
+    if tiling is not None:
+        layout, records = tiling.list_tiles([Span(token=0, start=start, length=length, table=0)])
+        listed = torch.tensor(records, device=device)
+        prefill = PrefillTiles(records=listed, tables=row.block_table, layout=layout)
     return StepBatch(
         num_tokens=length,
         token_ids=token_ids,
@@ -211,6 +221,8 @@ def prompt_batch(
         verify=None,
         known=(row,),
         scan_grid=scan_grid,
+        kernels=kernels,
+        prefill=prefill,
     )
 
 

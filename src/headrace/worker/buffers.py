@@ -40,9 +40,13 @@ import torch
 
 from headrace import rt
 from headrace.models.batch import ROW_TILE
+from headrace.ops.paged_prefill import FIELDS
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from headrace.models.batch import StateGroupSpec
+    from headrace.ops.paged_prefill import Tiling
 
 MAX_LOGPROBS = 20
 MAX_PROMPT_LOGITS = 2**22
@@ -214,6 +218,17 @@ def input_fields(sizes: WorkerSizes, num_groups: int) -> dict[str, rt.Field]:
         "counts": (((n + 1) * 4,), i64),
     }
     return {name: rt.Field(shape, dtype) for name, (shape, dtype) in fields.items()}
+
+
+def tile_fields(sizes: WorkerSizes, tilings: Mapping[str, Tiling | None]) -> dict[str, rt.Field]:
+    """Fields that list the tiles of known rows, for models whose prompts attend in a kernel."""
+    return {
+        name: rt.Field(
+            (tiling.max_records(sizes.max_tokens, sizes.max_num_seqs), FIELDS), torch.int32
+        )
+        for name, tiling in tilings.items()
+        if tiling is not None
+    }
 
 
 def output_fields(sizes: WorkerSizes) -> dict[str, rt.Field]:

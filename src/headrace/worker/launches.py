@@ -11,7 +11,7 @@ or its batch row in the compact layout); a *row* is a place in this step's list 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -26,6 +26,7 @@ from headrace.models.batch import (
     StepBatch,
     VerifyRows,
 )
+from headrace.ops.paged_prefill import PrefillTiles
 from headrace.ops.state_columns import StatePool, premove
 from headrace.ops.state_columns import save as save_columns
 from headrace.worker.forced_acceptance import forced_counts
@@ -39,9 +40,12 @@ from headrace.worker.sampler import (
 from headrace.worker.token_masks import MasksShape, apply_masks
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
     from headrace.models.batch import Kernels, KnownState
+    from headrace.ops.paged_prefill import TileLayout
 
 
 Kinds = tuple[tuple[str, Literal["window", "recurrent", "ring"]], ...]
@@ -94,6 +98,7 @@ class StepShape:
         draft_width: Columns of the draft rows' KV table.
         is_padded: Some of the verify rows and their tokens may be padding, as graphs.py says; the
             numbers above count it.
+        tiles: Of the known rows, for kernels: by the field of the inputs that lists them.
     """
 
     num_verify: int
@@ -115,6 +120,7 @@ class StepShape:
     num_drafts: int
     draft_width: int
     is_padded: bool = False
+    tiles: Mapping[str, TileLayout] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -638,6 +644,7 @@ def make_batch(
         tables: The state table of each of the draft model's groups; None for the served model.
     """
     kernels = fixed.kernels if tables is None else fixed.draft_kernels
+    prefill = _prefill_tiles(inputs, shape, "tiles" if tables is None else "draft_tiles")
     if tables is None:
         tables = tuple(range(fixed.num_tables))
     known: list[KnownRow] = []
@@ -664,7 +671,19 @@ def make_batch(
         known=tuple(known),
         scan_grid=fixed.grid,
         kernels=kernels,
+        prefill=prefill,
     )
+
+
+def _prefill_tiles(
+    inputs: dict[str, Tensor], shape: StepShape, name: str
+) -> PrefillTiles | None:
+    """Take a model's tiles of the known rows from the field that lists them, if there are any."""
+    layout = shape.tiles.get(name)
+    if layout is None:
+        return None
+    records = inputs[name][: layout.num_records]
+    return PrefillTiles(records=records, tables=inputs["tables"], layout=layout)
 
 
 def _verify_rows(

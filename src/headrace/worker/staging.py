@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headrace.models.batch import ROW_TILE
+from headrace.ops.paged_prefill import Span
 from headrace.worker.buffers import MAX_LOGPROBS, WorkerSizes
 from headrace.worker.launches import KnownShape, StepShape
 from headrace.worker.rows import COUNT_NAMES
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from headrace import rt
+    from headrace.ops.paged_prefill import TileLayout, Tiling
     from headrace.worker.graphs import Padding
     from headrace.worker.rows import CompactRows
     from headrace.worker.step import (
@@ -96,10 +98,19 @@ class Stager:
         sizes: The worker's.
         num_tables: State tables.
         drafter: Which fields a drafter reads.
+        tilings: How known rows are cut into tiles, by the field that gets a model's list.
     """
 
-    def __init__(self, sizes: WorkerSizes, *, num_tables: int, drafter: str) -> None:
+    def __init__(
+        self,
+        sizes: WorkerSizes,
+        *,
+        num_tables: int,
+        drafter: str,
+        tilings: Mapping[str, Tiling | None],
+    ) -> None:
         self._sizes = sizes
+        self._tilings = tilings
         self._num_tables = num_tables
         self._drafter = drafter
         slots = sizes.max_num_seqs
@@ -170,6 +181,7 @@ class Stager:
                 self._put_verify(put, verify, lengths, rows, padding)
             for row in output.known:
                 self._put_known(put, row, layout, with_next=row.slot in scored)
+            tiles = self._put_tiles(put, output.known, num_verify_tokens, layout.tables)
             num_samples, num_ending = self._put_samples(
                 put, output, lengths, rows, layout, padding
             )
@@ -217,6 +229,7 @@ class Stager:
             num_logprobs=min(MAX_LOGPROBS, self._sizes.vocab_size) if asks else -1,
             num_drafts=output.num_draft_tokens,
             draft_width=draft_width,
+            tiles=tiles,
         )
         padded = None if padding is None else _padded(shape, padding)
         return StagedStep(shape=shape, padded=padded, first=tuple(layout.first), rows=put.rows)
@@ -298,6 +311,29 @@ class Stager:
         layout.tables.append((layout.table_end, len(row.kv_table)))
         layout.table_end += len(row.kv_table)
         layout.num_tokens += length
+
+    def _put_tiles(
+        self,
+        put: _Put,
+        known: Sequence[KnownPlan],
+        first_token: int,
+        tables: Sequence[tuple[int, int]],
+    ) -> dict[str, TileLayout]:
+        """List the tiles of the known rows for each model whose kernel takes them."""
+        if not known:
+            return {}
+        spans = []
+        for row, (table, _) in zip(known, tables, strict=True):
+            length = len(row.token_ids)
+            spans.append(Span(token=first_token, start=row.start, length=length, table=table))
+            first_token += length
+        layouts = {}
+        for name, tiling in self._tilings.items():
+            if tiling is None:
+                continue
+            layouts[name], records = tiling.list_tiles(spans)
+            put(name, records)
+        return layouts
 
     def _put_samples(
         self,

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from headrace import rt
+from headrace.models.layers.attention_plan import tiling_of
 from headrace.worker import drafters, launches
 from headrace.worker.buffers import (
     MAX_LOGPROBS,
@@ -22,6 +23,7 @@ from headrace.worker.buffers import (
     input_fields,
     make_pools,
     output_fields,
+    tile_fields,
 )
 from headrace.worker.graphs import StepGraphs
 from headrace.worker.launches import Fixed, Kinds, StepShape
@@ -268,16 +270,21 @@ class Worker:
                 prefix="draft.",
                 num_scratch=sizes.max_num_seqs,
             )
+        tilings = {"tiles": tiling_of(model, kernels[0])}
+        if draft_model is not None:
+            tilings["draft_tiles"] = tiling_of(draft_model, kernels[1])
         self._frames = runtime.frames(
             "step",
             depth=depth,
-            inputs=input_fields(sizes, len(groups)),
+            inputs=input_fields(sizes, len(groups)) | tile_fields(sizes, tilings),
             outputs=output_fields(sizes),
         )
         self._make_carry()
         self._make_work(len(groups), model)
         slots = sizes.max_num_seqs
-        self._stager = Stager(sizes, num_tables=len(groups), drafter=drafter)
+        self._stager = Stager(
+            sizes, num_tables=len(groups), drafter=drafter, tilings=tilings
+        )
         self._slot_of: dict[int, int] = {}
         self._inputs_of: dict[int, rt.Bundle] = {}
         self._rules: dict[int, LogitRules] = {}  # by slot, where there are any

@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from headrace.models.layers.row_plan import count_verify_tokens
 from headrace.ops.paged_attention import attend_chunk, attend_rows, key_rows
 from headrace.ops.paged_decode import paged_decode
+from headrace.ops.paged_prefill import Tiling, paged_prefill, tiling
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from headrace.models.batch import KnownRow, StepBatch
+    from headrace.models.batch import Kernels, KnownRow, StepBatch, VerifyRows
     from headrace.models.layers.row_plan import RowPlan
+    from headrace.models.model import HybridModel
+    from headrace.ops.paged_prefill import PrefillTiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -31,30 +33,6 @@ class VerifyAttention:
     rows: RowPlan
     positions: Tensor
     keys: Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class FusedAttention:
-    """Generating rows that a kernel attends from.
-
-    Attributes:
-        token_index: Packed index of each row's tokens, [N, Q] i64.
-        query_lens: [N] i64.
-        seq_lens: Tokens in each sequence after this step, [N] i64.
-        max_seq_len: Host-known upper bound of them.
-        block_table: [N, M] i32.
-        num_tokens: Packed tokens of these rows; they come first.
-        out: What each attention layer in turn writes its real tokens' outputs to, [T, H, D]. Made
-            once a step, as zeros: those of padding stay.
-    """
-
-    token_index: Tensor
-    query_lens: Tensor
-    seq_lens: Tensor
-    max_seq_len: int
-    block_table: Tensor
-    num_tokens: int
-    out: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -82,9 +60,25 @@ class KnownAttention:
 class AttentionPlan:
     """One step's attention indices; window is the newest positions that a token sees, or None."""
 
-    verify: VerifyAttention | FusedAttention | None
+    verify: VerifyAttention | None
     known: tuple[KnownAttention, ...]
     window: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FusedAttention:
+    """One step whose tokens kernels attend from.
+
+    Attributes:
+        verify: Its generating rows.
+        prefill: Tiles of its known rows.
+        out: What each attention layer in turn writes its real tokens' outputs to, [T, H, D]. Made
+            once a step, as zeros: those of padding stay.
+    """
+
+    verify: VerifyRows | None
+    prefill: PrefillTiles | None
+    out: Tensor
 
 
 def plan_attention(
@@ -124,33 +118,28 @@ def plan_attention(
     return AttentionPlan(verify=verify, known=known, window=window)
 
 
-def plan_fused_attention(
-    batch: StepBatch, block_size: int, num_kv_heads: int, out: Tensor
-) -> AttentionPlan:
-    """Compute the indices where a kernel attends from the generating rows; no layer has a window.
+def tiling_of(model: HybridModel, kernels: Kernels) -> Tiling | None:
+    """Return how a model's known rows are cut into `StepBatch.prefill`; None if they are not."""
+    if kernels != "triton" or not model.num_kv_layers:
+        return None
+    config = model.config
+    return tiling(
+        config.num_attention_heads, config.num_kv_heads, config.head_dim, model.dtype.itemsize
+    )
+
+
+def plan_fused_attention(batch: StepBatch, out: Tensor) -> FusedAttention:
+    """Gather what the kernels need where they attend from all rows; no layer has a window.
 
     Args:
-        batch: The step; it has generating rows.
-        block_size: Tokens per KV block, P.
-        num_kv_heads: G.
+        batch: The step.
         out: Zeros, [T, H, D].
 
     Returns:
         The plan.
     """
-    rows = batch.verify
-    assert rows is not None
-    verify = FusedAttention(
-        token_index=rows.token_index,
-        query_lens=rows.query_lens,
-        seq_lens=rows.seq_lens,
-        max_seq_len=rows.max_seq_len,
-        block_table=rows.block_table,
-        num_tokens=count_verify_tokens(batch),
-        out=out,
-    )
-    known = tuple(_plan_known(batch, row, block_size, num_kv_heads) for row in batch.known)
-    return AttentionPlan(verify=verify, known=known)
+    assert (batch.prefill is None) == (not batch.known), f"{len(batch.known)} known rows, no tiles"
+    return FusedAttention(verify=batch.verify, prefill=batch.prefill, out=out)
 
 
 def _plan_known(
@@ -169,7 +158,9 @@ def _plan_known(
     )
 
 
-def attend(query: Tensor, k_pool: Tensor, v_pool: Tensor, plan: AttentionPlan) -> Tensor:
+def attend(
+    query: Tensor, k_pool: Tensor, v_pool: Tensor, plan: AttentionPlan | FusedAttention
+) -> Tensor:
     """Attend from all tokens of a step.
 
     Args:
@@ -181,8 +172,8 @@ def attend(query: Tensor, k_pool: Tensor, v_pool: Tensor, plan: AttentionPlan) -
     Returns:
         [T, H, D], contiguous; 0 for padding.
     """
-    if isinstance(plan.verify, FusedAttention):
-        return _attend_fused(query, k_pool, v_pool, plan.verify, plan.known)
+    if isinstance(plan, FusedAttention):
+        return _attend_fused(query, k_pool, v_pool, plan)
     parts = []
     tokens, num_heads, head_dim = query.shape
     done = 0
@@ -211,26 +202,21 @@ def _attend_known(
     return attend_rows(q[None], k_pool, v_pool, row.keys, row.positions, window=window)[0]
 
 
-def _attend_fused(
-    query: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    rows: FusedAttention,
-    known: tuple[KnownAttention, ...],
-) -> Tensor:
-    """Attend from the generating rows in a kernel, and from each known row."""
-    paged_decode(
-        query,
-        k_pool,
-        v_pool,
-        rows.block_table,
-        rows.token_index,
-        rows.query_lens,
-        rows.seq_lens,
-        rows.max_seq_len,
-        rows.out,
-    )
-    for row in known:
-        part = slice(row.token_offset, row.token_offset + row.length)
-        rows.out[part] = _attend_known(query, k_pool, v_pool, row, None)
-    return rows.out
+def _attend_fused(query: Tensor, k_pool: Tensor, v_pool: Tensor, plan: FusedAttention) -> Tensor:
+    """Attend from the generating rows and from the known rows, each in kernels of their own."""
+    rows = plan.verify
+    if rows is not None:
+        paged_decode(
+            query,
+            k_pool,
+            v_pool,
+            rows.block_table,
+            rows.token_index,
+            rows.query_lens,
+            rows.seq_lens,
+            rows.max_seq_len,
+            plan.out,
+        )
+    if plan.prefill is not None:
+        paged_prefill(query, k_pool, v_pool, plan.prefill, plan.out)
+    return plan.out

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from headrace.models.layers.attention_plan import AttentionPlan, attend
+from headrace.models.layers.attention_plan import AttentionPlan, FusedAttention, attend
 from headrace.ops.activations import sigmoid
 from headrace.ops.attention_inputs import attention_inputs
 from headrace.ops.gated_product import sigmoid_product_
@@ -49,7 +49,7 @@ class AttentionStep:
     slots: Tensor
     cos: Tensor
     signed_sin: Tensor
-    plan: AttentionPlan
+    plan: AttentionPlan | FusedAttention
     kernels: Kernels
 
 
