@@ -4,7 +4,9 @@ The noise depends on the request's seed, the token's position and the vocabulary
 seeded request gives the same tokens whatever its batch mates, row, speculation or preemption.
 Drafts are accepted while equal to the token so chosen, which is lossless.
 
-All functions are row-wise: a row's bits do not depend on the other rows. No host synchronisation.
+All functions are row-wise: a row's bits do not depend on the other rows. So probabilities are added
+as integers, whose sums have no order: a GPU chooses that of floats by the number of rows. No host
+synchronisation.
 R sample positions, V vocabulary.
 """
 
@@ -21,6 +23,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace.models.batch import Kernels
+
+_UNITS = 2.0**40
+"""Parts of the largest weight: a sum of so small ones errs less than float32 rounds."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SamplingTensors:
@@ -109,12 +115,19 @@ def _filter(scaled: Tensor, params: SamplingTensors) -> Tensor:
     ordered = scaled.sort(dim=-1, descending=True).values
     kth = ordered.gather(-1, (params.top_k[:, None] - 1).clamp(0, scaled.shape[-1] - 1))
     ordered = ordered.masked_fill(ordered < kth, -torch.inf)
-    probabilities = ordered.softmax(dim=-1)
-    before = probabilities.cumsum(dim=-1) - probabilities
-    nucleus = ordered.masked_fill(before >= params.top_p[:, None], torch.inf).amin(-1, keepdim=True)
+    weights = _weights(ordered, ordered[:, :1])
+    up_to = weights.cumsum(dim=-1)
+    limit = params.top_p.double()[:, None] * up_to[:, -1:].double()
+    is_beyond = (up_to - weights).double() >= limit
+    nucleus = ordered.masked_fill(is_beyond, torch.inf).amin(-1, keepdim=True)
     floor = ordered[:, :1] + torch.log(params.min_p[:, None])
     threshold = torch.maximum(torch.maximum(kth, nucleus), floor)
     return scaled.masked_fill(scaled < threshold, -torch.inf)
+
+
+def _weights(values: Tensor, largest: Tensor) -> Tensor:
+    """exp(values - largest) in units of 2^-40, [R, V] i64; 2^23 of them can be added."""
+    return torch.exp(values - largest).mul_(_UNITS).to(torch.int64)
 
 
 def count_accepted(chosen: Tensor, drafts: Tensor, lengths: Tensor) -> Tensor:
@@ -147,8 +160,10 @@ def top_logprobs(logits: Tensor, chosen: Tensor, count: int) -> tuple[Tensor, ..
         log-probabilities [R, count] and ids [R, count]. The chosen token's value is the same bits
         wherever it appears.
     """
-    logprobs = logits.log_softmax(dim=-1)
-    own = logprobs.gather(-1, chosen[:, None])
-    rank = (logprobs > own).sum(dim=-1) + 1
-    values, ids = logprobs.topk(count, dim=-1)
-    return own[:, 0], rank, values, ids
+    largest = logits.amax(dim=-1, keepdim=True)
+    total = _weights(logits, largest).sum(dim=-1, keepdim=True).double() / _UNITS
+    own = logits.gather(-1, chosen[:, None])
+    rank = (logits > own).sum(dim=-1) + 1
+    best = logits.topk(count, dim=-1)
+    own, values = ((each - largest).sub_(total.log().float()) for each in (own, best.values))
+    return own[:, 0], rank, values, best.indices

@@ -14,6 +14,7 @@ from headrace.ops.token_choice import gumbel_noise
 from headrace.ops.token_choice.reference import _gumbel
 from headrace.worker.sampler import (
     SamplingTensors,
+    _filter,
     count_accepted,
     likeliest,
     lowest_argmax,
@@ -236,3 +237,22 @@ def test_logprobs_of_the_chosen_token_are_those_of_the_softmax() -> None:
         assert rank[row].item() == 1 + (logits[row] > logits[row, token]).sum().item()
         assert ids[row].tolist() == logits[row].argsort(descending=True)[:4].tolist()
         assert torch.allclose(values[row].double(), exact[row, ids[row]], atol=1e-5)
+
+
+def test_logprobs_and_nuclei_do_not_depend_on_the_order_of_their_sums() -> None:
+    """What a GPU may change with the number of rows: here entries change places."""
+    seed = fresh_seed()
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(1, 5000, generator=generator) * 3
+    rows = [top_logprobs(logits, logits.argmax(-1), 8)]
+    kept = [torch.isfinite(_filter(logits, parameters(1, top_k=5000, top_p=0.7)))]
+    for _ in range(8):
+        order = torch.randperm(5000, generator=generator)
+        mixed = logits[:, order]
+        rows.append(top_logprobs(mixed, mixed.argmax(-1), 8))
+        own = torch.isfinite(_filter(mixed, parameters(1, top_k=5000, top_p=0.7)))
+        kept.append(own[:, order.argsort()])
+    for (own, _, values, _), entries in zip(rows, kept, strict=True):
+        assert torch.equal(own, rows[0][0])
+        assert torch.equal(values, rows[0][2])
+        assert torch.equal(entries, kept[0])
