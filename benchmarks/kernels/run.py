@@ -25,7 +25,9 @@ import torch
 from choice import bench_choice, check_choice
 from experts import bench_experts, check_experts
 from fusions import bench_fusions, check_fusions
-from prefill_attention import bench_prefill, check_prefill
+from prefill import bench_prefill, check_prefill
+from prefill_attention import bench_prefill as bench_paged_prefill
+from prefill_attention import check_prefill as check_paged_prefill
 from products import bench_fixed_linear, check_fixed_linear
 from timing import copy_rate, time_us
 
@@ -384,8 +386,8 @@ def bench_attention(rate: float) -> list[dict[str, Any]]:
 
 PARTS = (
     "attention", "choice", "columns", "decode", "deterministic_linear", "experts", "fusions",
-    "paged_prefill",
-)
+    "gated_delta_prefill", "paged_prefill",
+)  # fmt: skip
 
 
 def main() -> None:
@@ -406,7 +408,8 @@ def main() -> None:
         "deterministic_linear": check_fixed_linear,
         "experts": check_experts,
         "fusions": check_fusions,
-        "paged_prefill": check_prefill,
+        "gated_delta_prefill": check_prefill,
+        "paged_prefill": check_paged_prefill,
     }
     checks = [row for part, check in checkers.items() if part in parts for row in check()]
     rate = copy_rate()
@@ -419,7 +422,8 @@ def main() -> None:
         "deterministic_linear": lambda: bench_fixed_linear(rate),
         "experts": lambda: bench_experts(rate),
         "fusions": lambda: bench_fusions(rate),
-        "paged_prefill": lambda: bench_prefill(rate),
+        "gated_delta_prefill": lambda: bench_prefill(rate),
+        "paged_prefill": lambda: bench_paged_prefill(rate),
     }
     rows = [row for part in parts for row in benches[part]()]
     report = {

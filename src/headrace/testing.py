@@ -22,6 +22,7 @@ from headrace.ops import (
     add_rms_norm,
     attention_inputs,
     gated_delta_decode,
+    gated_delta_prefill,
     gated_product,
     paged_decode,
     paged_prefill,
@@ -56,6 +57,7 @@ KERNEL_OPS = (
     add_rms_norm,
     attention_inputs,
     gated_delta_decode,
+    gated_delta_prefill,
     gated_product,
     paged_decode,
     paged_prefill,
@@ -64,7 +66,7 @@ KERNEL_OPS = (
 )
 """Operations that steps take where `kernels` is triton; each decides by its `can_launch`."""
 
-KERNEL_SIZES: dict[str, Any] = {"linear_value_head_dim": 16}
+KERNEL_SIZES: dict[str, Any] = {"linear_key_head_dim": 16, "linear_value_head_dim": 32}
 """Changes of the small Qwen3.5 with which the fused kernels can run it."""
 
 

@@ -20,6 +20,7 @@ from conformance import GREEDY, VOCAB, Job, make_engine, script_for, solve
 from headrace.config import EngineConfig
 from headrace.engine.load import load_parts, resolve_kernels, resolve_scheme
 from headrace.errors import ConfigError
+from headrace.models.layers import split_plan
 from headrace.ops.paged_prefill import tiles
 from headrace.rt import Effect
 from headrace.rt.buffers import tensors_of
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from headrace.engine.engine import Engine
+    from headrace.models.batch import StepBatch
     from headrace.outputs import RequestOutput
     from headrace.rt.detector import Detector
 
@@ -178,6 +180,8 @@ def test_what_the_kernels_are_told_fits_their_specification(
     ("layout", "scheme", "drafts", "graphs", "lengths", "num_tokens"),
     [
         ("slots", "replay", "scripted:1", "off", [3, 2], 3),
+        # A prompt of two pieces, and one beside generated tokens.
+        ("compact", "columns", "none", "off", [21, 4], 2),
         *(
             pytest.param(layout, scheme, drafts, graphs, [5, 17, 33], 8, marks=pytest.mark.full)
             for layout in LAYOUTS
@@ -216,6 +220,8 @@ def test_kernels_give_what_pytorch_operations_give(
         "gated_delta_decode_kernel", "paged_decode_kernel", "combine_splits_kernel",
         "best_of_parts_kernel", "best_of_row_kernel",
         "paged_prefill_kernel",
+        "prefill_inputs_kernel", "prefill_window_kernel", "prefill_within_kernel",
+        "prefill_along_kernel", "prefill_norm_kernel",
     }
     # What the kernels do is part of what their launch declares. Blocks 0 are no one's.
     effects = dict.fromkeys(("inputs", "work"), Effect.READ)
@@ -319,6 +325,52 @@ def test_prompts_attend_in_a_kernel(
     assert {"paged_prefill_kernel", "add_parts_kernel"} <= kernels
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_prompts_that_go_on_from_a_cached_state_and_tokens_computed_again_fit_too(
+    scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one step: a prompt behind a hit, generated tokens after a preemption, generating rows."""
+    seed = secrets.randbits(32)
+    print(f"{seed=}")
+    for op in KERNEL_OPS:
+        monkeypatch.setattr(op, "can_launch", lambda _: False)
+    model, rng = model_of(seed), random.Random(seed)
+    shared = [rng.randrange(2, VOCAB) for _ in range(40)]
+    jobs = [Job([*shared, 2 + i, 3], replace(GREEDY, max_tokens=7)) for i in range(3)]
+    outputs, paths = [], set()
+    plan = split_plan.plan_split
+
+    def noted(batch: StepBatch, *args: Any) -> split_plan.SplitPlan:  # noqa: ANN401
+        made = plan(batch, *args)
+        has_source = made.prompts is not None and bool(made.prompts.rows[:, 3].any())
+        paths.add((made.generating is not None, has_source, made.recomputed is not None))
+        return made
+
+    monkeypatch.setattr("headrace.models.qwen3_5.plan_split", noted)
+    for kernels in ("triton", "torch"):
+        engine = make_engine(
+            model, deterministic=False, kernels=kernels, seed=seed, async_scheduling=False,
+            **scheme_options(scheme, "none"),
+        )
+        first = serve(engine, jobs[:1])
+        done: dict[str, RequestOutput] = {}
+        for index, job in enumerate(jobs[1:]):
+            engine.add_request(str(index), job.prompt, job.params)
+        for _ in range(3):
+            done |= {one.request_id: one for one in engine.step() if one.finished}
+        engine.scheduler.preempt(engine.scheduler.running[-1])
+        # Its prompt comes first; its generated tokens are in the step of the next prompt.
+        done |= {one.request_id: one for one in engine.step() if one.finished}
+        engine.add_request("2", [*shared, 9, 9], jobs[0].params)
+        while engine.has_work():
+            done |= {one.request_id: one for one in engine.step() if one.finished}
+        assert engine.scheduler.num_preemptions == 1
+        outputs.append([*first, *(done[name] for name in sorted(done))])
+    assert (True, True, True) in paths
+    for mine, reference in zip(*outputs, strict=True):
+        assert_close(mine, reference)
+
+
 # Settings ---------------------------------------------------------------------------------------
 
 
@@ -343,6 +395,7 @@ def test_a_cpu_runs_pytorch_operations_unless_told_otherwise() -> None:
         ("qwen", {"deterministic": True}, "'triton' but deterministic is set.*use kernels torch"),
         ("granite", {}, "no kernel serves the layers of Granite.*; use kernels auto or torch"),
         ("odd", {}, "linear_value_head_dim is 12.*a power of 2; use kernels auto or torch"),
+        ("short", {}, "linear_key_head_dim is 8.*need 16..128; use kernels auto or torch"),
         ("large", {}, "head_dim is 512.*need 16..256; use kernels auto or torch"),
         ("wide", {}, "a KV head has 64 query heads.*take 32 at most; use kernels auto or torch"),
     ],
@@ -354,6 +407,7 @@ def test_kernels_that_cannot_be_used_are_refused_with_the_remedy(
         "qwen": lambda: model_of(0),
         "granite": lambda: tiny_family("granite"),
         "odd": lambda: model_of(0, linear_value_head_dim=12),
+        "short": lambda: model_of(0, linear_key_head_dim=8),
         "large": lambda: model_of(0, head_dim=512),
         "wide": lambda: model_of(0, num_attention_heads=64, num_key_value_heads=1),
     }[model]()

@@ -26,7 +26,7 @@ ROW_TILE = 16
 """Rows of every matrix product on the CPU; T is a multiple of it."""
 
 Kernels = Literal["torch", "triton"]
-"""What computes generating rows and attention: PyTorch operations, or fused kernels.
+"""What computes a step: PyTorch operations, or fused kernels where there are some.
 
 With "triton", operations on single tokens are kernels for all tokens of a step, in every step: so a
 prompt's bits do not depend on whether a generating row is beside it.
@@ -153,8 +153,7 @@ class StepBatch:
         verify: Generating rows, or None.
         known: Known rows.
         scan_grid: Tokens between absolute scan points.
-        kernels: What computes the generating rows and attends from all. "triton" only for a model
-            whose `kernel_obstacle` is None.
+        kernels: What computes the step. "triton" only for a model whose `kernel_obstacle` is None.
         prefill: How the kernel attends from the known rows: the model's tiles of them. None without
             such rows, without attention and with PyTorch operations.
     """

@@ -40,7 +40,8 @@ from headrace.models.layers.gated_attention import (
 from headrace.models.layers.gated_delta_net import DeltaWeights, gated_delta_net
 from headrace.models.layers.moe import feed_forward
 from headrace.models.layers.row_plan import plan_rows
-from headrace.models.layers.state_plan import SplitPlan, StatePlan, plan_split, plan_states
+from headrace.models.layers.split_plan import plan_split
+from headrace.models.layers.state_plan import plan_states
 from headrace.models.qwen3_5_weights import Qwen35Weights, expected_tensors, load_weights
 from headrace.ops.add_rms_norm import add_rms_norm
 from headrace.ops.linear import linear, pad_rows
@@ -54,6 +55,8 @@ if TYPE_CHECKING:
 
     from headrace.models.batch import Caches, Kernels, StateCache, StateGroupSpec, StepBatch
     from headrace.models.layers.row_plan import RowPlan
+    from headrace.models.layers.split_plan import SplitPlan
+    from headrace.models.layers.state_plan import StatePlan
     from headrace.models.qwen3_5_config import Qwen35Config
 
 
@@ -62,6 +65,9 @@ _MIN_HEAD, _MAX_HEAD = 16, 256
 
 _MAX_GROUP = 32
 """Query heads for each KV head that fit a tile of a prompt, in any dtype."""
+
+_MIN_STATE, _MAX_STATE = 16, 128
+"""Head sizes of states: tensor cores take 16 terms, a multiprocessor holds tiles of 128."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -140,6 +146,12 @@ class Qwen35Model:
         ):
             if size & (size - 1):
                 return f"{name} is {size}, and the kernels need a power of 2"
+        for name, size in (
+            ("linear_key_head_dim", sizes.key_dim),
+            ("linear_value_head_dim", sizes.value_dim),
+        ):
+            if not _MIN_STATE <= size <= _MAX_STATE:
+                return f"{name} is {size}, and the kernels need {_MIN_STATE}..{_MAX_STATE}"
         if not _MIN_HEAD <= config.head_dim <= _MAX_HEAD:
             return f"head_dim is {config.head_dim}, and the kernels need {_MIN_HEAD}..{_MAX_HEAD}"
         group = config.num_attention_heads // config.num_kv_heads
@@ -280,9 +292,10 @@ class Qwen35Model:
         block_size, num_kv_heads = caches.k.shape[2:4]
         cos, signed_sin = rotary_tables(batch.positions, self._weights.inverse_frequencies)
         attention: AttentionPlan | FusedAttention
+        rows = None
         if batch.kernels == "triton":
             out = self._zeros(batch, config.num_attention_heads, config.head_dim)
-            attention, rows = plan_fused_attention(batch, out), None
+            attention = plan_fused_attention(batch, out)
         else:
             rows = plan_rows(batch)
             attention = plan_attention(batch, rows, block_size, num_kv_heads)
@@ -303,7 +316,7 @@ class Qwen35Model:
     ) -> StatePlan | SplitPlan:
         """Compute what the Gated DeltaNet layers of a step share."""
         taps = self.config.conv_kernel
-        if batch.kernels == "triton" and batch.verify is not None:
+        if batch.kernels == "triton":
             return plan_split(batch, 0, cache, taps, self._zeros(batch, self._sizes.values))
         return plan_states(batch, rows, 0, cache, taps)
 

@@ -13,10 +13,11 @@ from torch.nn import functional
 
 from headrace.models.batch import ReplayMetadata
 from headrace.models.layers.recurrence import convolved_group, recur
-from headrace.models.layers.state_plan import SplitPlan
+from headrace.models.layers.split_plan import SplitPlan
 from headrace.models.layers.windowed_conv import ConvPools, ConvWeights, windowed_conv
 from headrace.ops.activations import silu
 from headrace.ops.gated_delta_decode import MixerWeights, Ring, gated_delta_decode
+from headrace.ops.gated_delta_prefill import gated_delta_prefill
 from headrace.ops.gated_delta_scan import gated_delta_scan
 from headrace.ops.gated_delta_step import gated_delta_step
 from headrace.ops.linear import linear
@@ -25,7 +26,7 @@ from headrace.ops.rms_norm import gated_rms_norm, l2_normalise
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from headrace.models.batch import StateCache, StateGroupSpec
+    from headrace.models.batch import ColumnsMetadata, StateCache, StateGroupSpec
     from headrace.models.layers.state_plan import StatePlan
 
 
@@ -248,40 +249,53 @@ def _mix_split(
     index: int,
     plan: SplitPlan,
 ) -> Tensor:
-    """Run the mixer between its projections, generating rows in a kernel, [T, HV*V]."""
-    assert sizes.max_rate == 1.0, f"the kernel's rates are sigmoids, not up to {sizes.max_rate}"
-    inputs, gate, logits = _split(projected, sizes)
-    ring = None
-    if isinstance(plan.states, ReplayMetadata):
-        ring = Ring(
-            inputs=cache.ring["conv_input"][index],
-            updates=cache.ring["update"][index],
-            interval=plan.states.interval,
-        )
-    gated_delta_decode(
-        inputs,
-        gate,
-        logits,
-        MixerWeights(
-            conv=weights.conv.taps,
-            gate_bias=weights.gate_bias,
-            gate_factor=weights.gate_factor,
-            unit_scale=weights.unit_scale,
-            norm=weights.norm,
-            norm_eps=sizes.norm_eps,
-        ),
+    """Run the mixer between its projections, in kernels where there are some, [T, HV*V]."""
+    assert sizes.max_rate == 1.0, f"the kernels' rates are sigmoids, not up to {sizes.max_rate}"
+    given = (
+        *_split(projected, sizes),
+        _mixer_weights(weights, sizes),
         cache.state["window"][index],
         cache.state["recurrent"][index],
-        plan.token_index,
-        plan.query_lens,
-        plan.states,
-        plan.out,
-        ring=ring,
     )
-    if plan.rest is not None:
-        first = plan.num_tokens
-        plan.out[first:] = _mix(projected[first:], weights, sizes, cache, index, plan.rest)
+    if plan.generating is not None:
+        rows = plan.generating
+        gated_delta_decode(
+            *given,
+            rows.token_index,
+            rows.query_lens,
+            rows.states,
+            plan.out,
+            ring=_ring(cache, index, rows.states),
+        )
+    if plan.prompts is not None:
+        gated_delta_prefill(*given, plan.prompts, plan.out)
+    if plan.recomputed is not None:
+        again = plan.recomputed
+        own = projected.index_select(0, again.tokens)
+        mixed = _mix(own, weights, sizes, cache, index, again.plan)
+        plan.out.index_copy_(0, again.tokens, mixed)
     return plan.out
+
+
+def _mixer_weights(weights: DeltaWeights, sizes: DeltaSizes) -> MixerWeights:
+    return MixerWeights(
+        conv=weights.conv.taps,
+        gate_bias=weights.gate_bias,
+        gate_factor=weights.gate_factor,
+        unit_scale=weights.unit_scale,
+        norm=weights.norm,
+        norm_eps=sizes.norm_eps,
+    )
+
+
+def _ring(cache: StateCache, index: int, states: ColumnsMetadata | ReplayMetadata) -> Ring | None:
+    if not isinstance(states, ReplayMetadata):
+        return None
+    return Ring(
+        inputs=cache.ring["conv_input"][index],
+        updates=cache.ring["update"][index],
+        interval=states.interval,
+    )
 
 
 def _split(projected: Tensor, sizes: DeltaSizes) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,20 +35,6 @@ def count_verify_tokens(batch: StepBatch) -> int:
     if batch.verify is None:
         return 0
     return batch.known[0].token_offset if batch.known else batch.num_tokens
-
-
-def without_verify_rows(batch: StepBatch) -> StepBatch:
-    """Return the step of the known rows alone: the packed tokens after the generating rows'."""
-    first = count_verify_tokens(batch)
-    return replace(
-        batch,
-        num_tokens=batch.num_tokens - first,
-        token_ids=batch.token_ids[first:],
-        positions=batch.positions[first:],
-        kv_slot_mapping=batch.kv_slot_mapping[first:],
-        verify=None,
-        known=tuple(replace(row, token_offset=row.token_offset - first) for row in batch.known),
-    )
 
 
 def plan_rows(batch: StepBatch) -> RowPlan | None:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace.models.batch import ColumnsMetadata
-from headrace.models.layers.row_plan import count_verify_tokens, without_verify_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -138,58 +137,6 @@ class StatePlan:
     rows: RowPlan | None
     verify: ColumnsPlan | ReplayPlan | None
     known: KnownPlan | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SplitPlan:
-    """One step of a group whose generating rows go through a kernel, and the others do not.
-
-    Attributes:
-        token_index: Packed index of each generating row's tokens, [N, Q] i64.
-        query_lens: [N] i64.
-        states: Where those rows' states are.
-        num_tokens: Packed tokens of those rows; they come first.
-        rest: The step without them, its tokens counted from theirs on; None without known rows.
-        out: What each layer of the group in turn writes its real tokens' outputs to, [T, O]. Made
-            once a step, as zeros: those of padding stay.
-    """
-
-    token_index: Tensor
-    query_lens: Tensor
-    states: ColumnsMetadata | ReplayMetadata
-    num_tokens: int
-    rest: StatePlan | None
-    out: Tensor
-
-
-def plan_split(
-    batch: StepBatch, group: int, cache: StateCache, conv_kernel: int, out: Tensor
-) -> SplitPlan:
-    """Compute a group's indices for a kernel that does the generating rows of a step.
-
-    Args:
-        batch: The step; it has generating rows.
-        group: Place of the state group in the model's list.
-        cache: Its pools.
-        conv_kernel: Taps of the convolution, W.
-        out: Zeros, [T, O].
-
-    Returns:
-        The plan.
-    """
-    rows = batch.verify
-    assert rows is not None
-    rest = None
-    if batch.known:
-        rest = plan_states(without_verify_rows(batch), None, group, cache, conv_kernel)
-    return SplitPlan(
-        token_index=rows.token_index,
-        query_lens=rows.query_lens,
-        states=rows.states[group],
-        num_tokens=count_verify_tokens(batch),
-        rest=rest,
-        out=out,
-    )
 
 
 def plan_states(

@@ -26,7 +26,7 @@ from headrace.rt.kernels import can_launch
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["ColumnsRows", "MixerWeights", "ReplayRows", "Ring", "gated_delta_decode"]
+__all__ = ["ColumnsRows", "MixerWeights", "ReplayRows", "Ring", "check_mixer", "gated_delta_decode"]
 
 
 def gated_delta_decode(
@@ -63,7 +63,7 @@ def gated_delta_decode(
 
     Source: Gated Delta Networks, arXiv:2412.06464.
     """
-    _check(inputs, gate, logits, weights, window, state, ring)
+    check_mixer(inputs, gate, logits, weights, window, state, ring)
     run = reference.gated_delta_decode
     if can_launch(inputs):
         from headrace.ops.gated_delta_decode import fused  # noqa: PLC0415  needs Triton
@@ -72,7 +72,7 @@ def gated_delta_decode(
     run(inputs, gate, logits, weights, window, state, token_index, query_lens, rows, out, ring=ring)
 
 
-def _check(
+def check_mixer(
     inputs: Tensor,
     gate: Tensor,
     logits: Tensor,
@@ -81,6 +81,11 @@ def _check(
     state: Tensor,
     ring: Ring | None,
 ) -> None:
+    """Refuse sizes that do not fit each other; arguments as those of `gated_delta_decode`.
+
+    Raises:
+        ValueError: With the sizes.
+    """
     hv, v_dim, k_dim = state.shape[1:]
     hk = weights.unit_scale.numel() // 2
     channels = 2 * hk * k_dim + hv * v_dim

@@ -61,10 +61,10 @@ def _columns_row(
     current = state[int(blocks[accepted - 1])].float()
     outputs = []
     for t in range(len(x)):
-        q, k, v = _convolve(history[t : t + carried + 1], weights, state)
-        rate, decay = _gates(g[t], weights)
-        current, _ = _update(current, k, v, rate, decay)
-        outputs.append(_normed(current, q, z[t], weights))
+        q, k, v = convolve(history[t : t + carried + 1], weights, state)
+        rate, decay = gates(g[t], weights)
+        current, _ = update(current, k, v, rate, decay)
+        outputs.append(normed(current, q, z[t], weights))
         # What a later step would load is what this one goes on with.
         current = current.to(state.dtype).float()
         if int(blocks[t]) > 0:
@@ -113,10 +113,10 @@ def _replay_row(
     outputs = []
     for t in range(len(x)):
         first = computed - base_len + t
-        q, k, v = _convolve(history[first : first + carried + 1], weights, state)
-        rate, decay = _gates(g[t], weights)
-        current, change = _update(current, k, v, rate, decay)
-        outputs.append(_normed(current, q, z[t], weights))
+        q, k, v = convolve(history[first : first + carried + 1], weights, state)
+        rate, decay = gates(g[t], weights)
+        current, change = update(current, k, v, rate, decay)
+        outputs.append(normed(current, q, z[t], weights))
         current = keep_grid(current, computed + t + 1)
         slot = (computed + t) % length
         ring.inputs[block, slot] = x[t].to(ring.inputs.dtype)
@@ -127,7 +127,7 @@ def _replay_row(
     return torch.stack(outputs)
 
 
-def _convolve(taps: Tensor, weights: MixerWeights, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def convolve(taps: Tensor, weights: MixerWeights, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries [HK, K], keys [HK, K] and values [HV, V] of one token from its taps [W, F]."""
     hv, v_dim, k_dim = state.shape[1:]
     hk = weights.unit_scale.numel() // 2
@@ -139,7 +139,7 @@ def _convolve(taps: Tensor, weights: MixerWeights, state: Tensor) -> tuple[Tenso
     return unit[:hk], unit[hk:], v.view(hv, v_dim)
 
 
-def _gates(logits: Tensor, weights: MixerWeights) -> tuple[Tensor, Tensor]:
+def gates(logits: Tensor, weights: MixerWeights) -> tuple[Tensor, Tensor]:
     """Rates and decays of one token, [HV] each."""
     rate, decay = torch.exp(
         functional.softplus(logits + weights.gate_bias) * weights.gate_factor
@@ -147,7 +147,7 @@ def _gates(logits: Tensor, weights: MixerWeights) -> tuple[Tensor, Tensor]:
     return rate, decay
 
 
-def _update(
+def update(
     state: Tensor, key: Tensor, value: Tensor, rate: Tensor, decay: Tensor
 ) -> tuple[Tensor, Tensor]:
     """State [HV, V, K] after one token, and its change [HV, V]."""
@@ -162,7 +162,7 @@ def _per_value_head(x: Tensor, hv: int) -> Tensor:
     return x.repeat_interleave(hv // x.shape[0], 0)[:, None]
 
 
-def _normed(state: Tensor, query: Tensor, z: Tensor, weights: MixerWeights) -> Tensor:
+def normed(state: Tensor, query: Tensor, z: Tensor, weights: MixerWeights) -> Tensor:
     """Output of one token after the gated norm, [HV * V]."""
     o = (state * _per_value_head(query, state.shape[0])).sum(-1)
     o = o * torch.rsqrt((o * o).mean(-1, keepdim=True) + weights.norm_eps) * weights.norm
