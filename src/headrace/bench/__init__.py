@@ -12,6 +12,9 @@
     report.py          rows as JSON and as tables; two runs compared
     plot.py            rows as SVG
     serve.py           the same load against a server over HTTP
+    plan.py            what fits on a GPU that need not be here, and how fast it would be
+    gpus.json          figures of GPUs, for plan.py
+    shares.json        shares of the floor that were measured (tools/measured_shares.py)
     offline.py         the commands without a server
 
 `python -m headrace.bench` needs torch, triton, numpy, tokenizers, safetensors and jinja2 only. This

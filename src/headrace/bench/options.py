@@ -151,8 +151,12 @@ def parse_batches(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-def parse_shares(text: str) -> tuple[float, ...]:
+def parse_shares(text: str, *, name: str = "forced_acceptance") -> tuple[float, ...]:
     """Read `0.8,0.64,0.512`: the chance that drafts are kept up to each place, so not rising.
+
+    Args:
+        text: The shares; empty for none.
+        name: Of the option, for errors.
 
     Raises:
         ConfigError: A part is no number in [0, 1], or larger than the one before it.
@@ -166,7 +170,7 @@ def parse_shares(text: str) -> tuple[float, ...]:
     falling = all(a >= b for a, b in pairwise(shares))
     if not falling or not all(0.0 <= share <= 1.0 for share in shares):
         raise ConfigError(
-            f"forced_acceptance is {text!r}; give numbers in [0, 1] that do not rise, such as "
+            f"{name} is {text!r}; give numbers in [0, 1] that do not rise, such as "
             "0.8,0.64,0.512: a draft can only be kept if those before it are"
         )
     return shares

@@ -30,6 +30,7 @@ _COMMANDS = {
     "demo": ("headrace.cli.demo:demo", "Answer five prompts and check the answers."),
     "eval": ("headrace.cli.eval:evaluate", "Score a shipped model on its tasks."),
     "inspect": ("headrace.cli.inspect:inspect", "A model's layers, state, memory; what fits."),
+    "plan": ("headrace.cli.plan:plan", "What fits on GPUs that need not be here; how fast."),
     "check": ("headrace.cli.check:check", "The engine on the simulated device."),
     "bench": ("headrace.cli.bench:app", "Measure an engine or a server."),
 }

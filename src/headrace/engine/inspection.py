@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headrace.engine.load import Checkpoint, _resolve, _scheme, _sizes, parse_speculative
+from headrace.engine.load import (
+    Checkpoint,
+    Memory,
+    _resolve,
+    _scheme,
+    _sizes,
+    parse_speculative,
+    resolve_graphs,
+    resolve_on,
+)
 from headrace.errors import ConfigError
 from headrace.models.config import ModelConfig
 from headrace.models.registry import model_class
@@ -22,9 +31,10 @@ if TYPE_CHECKING:
     from headrace.engine.load import Parts
     from headrace.models.batch import StateGroupSpec
     from headrace.worker.buffers import WorkerSizes
-    from headrace.worker.state_scheme import StateScheme
+    from headrace.worker.state_scheme import Columns, Replay, StateScheme
 
 _CONTEXTS = (1024, 4096, 16384, 65536, 262144)
+_MOST_SEQUENCES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +103,154 @@ class Inspection:
     ignored_config_keys: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Blueprint:
+    """A model without weights under resolved settings, and the memory that it is to live in.
+
+    Attributes:
+        config: Settings without "auto".
+        model: Of a class of headrace.models, on the meta device.
+        scheme: How states are kept.
+        max_drafts: Of a step.
+        max_model_len: As asked for, or the model's own.
+        device: Where it would run.
+        memory: Of a GPU, before the weights; None on a CPU.
+    """
+
+    config: EngineConfig
+    model: Any
+    scheme: Columns | Replay
+    max_drafts: int
+    max_model_len: int
+    device: torch.device
+    memory: Memory | None
+
+    @classmethod
+    def of(cls, config: EngineConfig, memory: Memory | None = None) -> Blueprint:
+        """Draw one.
+
+        Args:
+            config: Settings; `model` may also be a config.json by itself.
+            memory: Of a GPU that need not be in this machine, and which settings are then meant
+                for; None takes the device that settings name.
+
+        Raises:
+            ConfigError: Settings contradict each other or do not fit the device.
+            ModelError: There is no such model, or it is not supported.
+        """
+        model_config = _model_config(config)
+        if memory is None:
+            resolved = _resolve(config, model_config)
+        else:
+            resolved = resolve_on("cuda", config, model_config)
+        is_captured = resolve_graphs(resolved, has_kernels=resolved.kernels == "triton")
+        resolved = replace(resolved, graphs="on" if is_captured else "off")
+        device = torch.device(resolved.device)
+        if memory is None and device.type != "cpu":
+            memory = Memory.of(device)
+        model = _without_weights(model_config, resolved)
+        speculation = parse_speculative(resolved.speculative, model_config)
+        max_model_len = resolved.max_model_len or model_config.max_position_embeddings
+        return cls(
+            config=resolved,
+            model=model,
+            scheme=_scheme(resolved, speculation, max_model_len, device, model.state_groups(0)),
+            max_drafts=speculation.num_drafts,
+            max_model_len=max_model_len,
+            device=device,
+            memory=memory,
+        )
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all parameters in the compute dtype."""
+        count: int = self.model.num_parameters * self.model.dtype.itemsize
+        return count
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values of all layers, MTP layer included."""
+        return _kv_bytes_per_token(self.model)
+
+    @property
+    def state_bytes_per_sequence(self) -> int:
+        """State blocks and ring that a running sequence owns at most."""
+        groups = self.model.state_groups(self.max_drafts)
+        return sum(_sequence_bytes(group, self.scheme) for group in groups)
+
+    def sizes(self, config: EngineConfig, max_model_len: int) -> tuple[WorkerSizes, int]:
+        """What an engine would allocate behind the weights, and the longest sequence it takes.
+
+        Args:
+            config: `self.config`, or the same with other limits.
+            max_model_len: Wanted.
+
+        Raises:
+            ConfigError: Not even one sequence fits.
+        """
+        return _sizes(
+            config=config,
+            model=self.model,
+            # A draft model's caches come on top; only this model is described.
+            draft_model=None,
+            scheme=self.scheme,
+            max_drafts=self.max_drafts,
+            max_model_len=max_model_len,
+            device=self.device,
+            memory=None if self.memory is None else self._less_weights(self.memory),
+        )
+
+    def inspection(self) -> Inspection:
+        """Describe the model as it would be served.
+
+        Raises:
+            ConfigError: Not even one sequence fits.
+        """
+        sizes, max_model_len = self.sizes(self.config, self.max_model_len)
+        return _inspection(
+            self.model.config, self.config, model=self.model, scheme=self.scheme, sizes=sizes,
+            max_model_len=max_model_len,
+        )
+
+    def most_sequences(self, context: int) -> int:
+        """How many sequences can run at once if max_num_seqs and max_model_len are set for them.
+
+        Args:
+            context: Prompt and output of each, in tokens.
+        """
+        lower, upper = 0, _MOST_SEQUENCES
+        while lower < upper:
+            middle = (lower + upper + 1) // 2
+            if self._fits(middle, context):
+                lower = middle
+            else:
+                upper = middle - 1
+        return lower
+
+    def _fits(self, count: int, context: int) -> bool:
+        config = replace(self.config, max_num_seqs=count, max_model_len=context)
+        try:
+            sizes, _ = self.sizes(config, context)
+        except ConfigError:
+            return False
+        (fit,) = _fits(sizes, self.scheme, (context,))
+        return fit.sequences == count
+
+    def _less_weights(self, memory: Memory) -> Memory:
+        """Take away the weights, which at this moment take no memory yet.
+
+        Raises:
+            ConfigError: The weights alone are too large.
+        """
+        share = self.config.gpu_memory_utilization
+        if self.weight_bytes >= share * memory.total:
+            raise ConfigError(
+                f"the weights take {self.weight_bytes} bytes but gpu_memory_utilization {share:g} "
+                f"of the device is {int(share * memory.total)}; use a smaller dtype or model"
+            )
+        return replace(memory, free=memory.free - self.weight_bytes)
+
+
 def inspect_model(config: EngineConfig) -> Inspection:
     """Describe a model under the given settings.
 
@@ -103,27 +261,7 @@ def inspect_model(config: EngineConfig) -> Inspection:
         ConfigError: Settings contradict each other or do not fit this machine.
         ModelError: There is no such model, or it is not supported.
     """
-    model_config = _model_config(config)
-    resolved = _resolve(config, model_config)
-    model = _without_weights(model_config, resolved)
-    speculation = parse_speculative(resolved.speculative, model_config)
-    max_model_len = resolved.max_model_len or model_config.max_position_embeddings
-    device = torch.device(resolved.device)
-    scheme = _scheme(resolved, speculation, max_model_len, device, model.state_groups(0))
-    sizes, max_model_len = _sizes(
-        config=_less_weights(resolved, model),
-        model=model,
-        # A draft model's caches come on top; only this model is described.
-        draft_model=None,
-        scheme=scheme,
-        max_drafts=speculation.num_drafts,
-        max_model_len=max_model_len,
-        device=device,
-    )
-    return _inspection(
-        model_config, resolved, model=model, scheme=scheme, sizes=sizes,
-        max_model_len=max_model_len,
-    )
+    return Blueprint.of(config).inspection()
 
 
 def describe_parts(parts: Parts) -> dict[str, Any]:
@@ -164,17 +302,18 @@ def _inspection(
     max_model_len: int,
 ) -> Inspection:
     groups: tuple[StateGroupSpec, ...] = model.state_groups(sizes.max_drafts)
-    per_layer = model_config.kv_width * model.dtype.itemsize
     has_cache = config.prefix_cache == "align"
     return Inspection(
         model=config.model,
         architecture=model_config.architecture,
         layers=tuple(Layer(index=i, kind=k) for i, k in enumerate(model_config.layer_types)),
         state_groups=tuple(_group(group) for group in groups),
-        kv_bytes_per_token=model.num_kv_layers * per_layer,
+        kv_bytes_per_token=_kv_bytes_per_token(model),
         state_bytes_per_sequence=sum(_sequence_bytes(group, scheme) for group in groups),
         min_cacheable_prefix_tokens=scheme.unit if has_cache else None,
-        fits=_fits(sizes, scheme, max_model_len),
+        fits=_fits(
+            sizes, scheme, (*(c for c in _CONTEXTS if c < max_model_len), max_model_len)
+        ),
         mtp_layers=model_config.num_mtp_layers,
         parameters=model.num_parameters,
         weight_bytes=model.num_parameters * model.dtype.itemsize,
@@ -205,24 +344,9 @@ def _without_weights(model_config: ModelConfig, config: EngineConfig) -> Any:  #
     return cls.from_weights(model_config, tensors, dtype=dtype, state_dtype=config.state_dtype)
 
 
-def _less_weights(config: EngineConfig, model: Any) -> EngineConfig:  # noqa: ANN401
-    """Lower the memory share by the weights, which at this moment take no memory yet.
-
-    Raises:
-        ConfigError: The weights alone are too large.
-    """
-    if config.device == "cpu":
-        return config
-    _, total = torch.cuda.mem_get_info()
-    num_bytes = model.num_parameters * model.dtype.itemsize
-    left = config.gpu_memory_utilization - num_bytes / total
-    if left <= 0.0:
-        raise ConfigError(
-            f"the weights take {num_bytes} bytes but gpu_memory_utilization "
-            f"{config.gpu_memory_utilization:g} of the device is "
-            f"{int(config.gpu_memory_utilization * total)}; use a smaller dtype or model"
-        )
-    return replace(config, gpu_memory_utilization=left)
+def _kv_bytes_per_token(model: Any) -> int:  # noqa: ANN401
+    count: int = model.num_kv_layers * model.config.kv_width * model.dtype.itemsize
+    return count
 
 
 def _tensor_bytes(shape: tuple[int, ...], dtype: str) -> int:
@@ -247,12 +371,13 @@ def _sequence_bytes(group: StateGroupSpec, scheme: StateScheme) -> int:
     return blocks + ring_size * per_entry * len(group.layers)
 
 
-def _fits(sizes: WorkerSizes, scheme: StateScheme, max_model_len: int) -> tuple[Fit, ...]:
-    contexts = [context for context in _CONTEXTS if context < max_model_len]
+def _fits(
+    sizes: WorkerSizes, scheme: StateScheme, contexts: tuple[int, ...]
+) -> tuple[Fit, ...]:
     # Block 0 of every pool is nobody's.
     by_state = (sizes.num_state_blocks - 1) // scheme.max_blocks()
     fits = []
-    for context in [*contexts, max_model_len]:
+    for context in contexts:
         blocks = -(-(context + sizes.max_drafts) // sizes.block_size) + 1
         by_kv = (sizes.num_kv_blocks - 1) // blocks
         fits.append(

@@ -63,6 +63,25 @@ class Speculation:
     path: str | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Memory of a GPU, in bytes.
+
+    Attributes:
+        total: All of it.
+        free: What nobody uses yet.
+    """
+
+    total: int
+    free: int
+
+    @classmethod
+    def of(cls, device: torch.device) -> Memory:
+        """Ask a device that is there."""
+        free, total = torch.cuda.mem_get_info(device)
+        return cls(total=total, free=free)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Parts:
     """Everything an engine holds, resolved and allocated."""
@@ -319,6 +338,22 @@ def _resolve(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is cuda but torch sees no CUDA device; use --device cpu")
+    return resolve_on(device, config, model_config)
+
+
+def resolve_on(
+    device: Literal["cpu", "cuda"], config: EngineConfig, model_config: ModelConfig
+) -> EngineConfig:
+    """Replace every "auto" as it is meant on a device, which need not be in this machine.
+
+    Args:
+        device: Where the engine is to run.
+        config: Settings; its own device does not count.
+        model_config: The model.
+
+    Raises:
+        ConfigError: Settings contradict each other, or the device cannot honour them.
+    """
     dtype = config.dtype
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else _checkpoint_dtype(model_config)
@@ -614,6 +649,7 @@ def _sizes(
     max_drafts: int,
     max_model_len: int,
     device: torch.device,
+    memory: Memory | None = None,
 ) -> tuple[WorkerSizes, int]:
     """How many blocks each pool gets, from what is free, or the error that says what to lower."""
     block = config.block_size
@@ -626,7 +662,7 @@ def _sizes(
     wanted_states = 1 + running + _CHECKPOINTS_PER_SEQUENCE * config.max_num_seqs
     blocks_per_sequence = -(-(max_model_len + max_drafts) // block) + 1
     most_kv = 1 + config.max_num_seqs * blocks_per_sequence
-    budget = _pool_budget(config, model, device)
+    budget = _pool_budget(config, model, device, memory)
     if device.type != "cpu" and isinstance(scheme, Replay):
         entry = sum(_bytes(group.ring, len(group.layers)) for group in groups)
         budget = max(0, budget - (config.max_num_seqs + 1) * scheme.ring_size * entry)
@@ -694,10 +730,16 @@ def _step_budget(config: EngineConfig, max_drafts: int) -> int:
     return max(_CPU_STEP_TOKENS, 2 * config.max_num_seqs * (1 + max_drafts), config.scan_grid)
 
 
-def _pool_budget(config: EngineConfig, model: Any, device: torch.device) -> int:  # noqa: ANN401
+def _pool_budget(
+    config: EngineConfig,
+    model: Any,  # noqa: ANN401
+    device: torch.device,
+    memory: Memory | None,
+) -> int:
     if device.type == "cpu":
         return _CPU_POOL_BYTES
-    free, total = torch.cuda.mem_get_info(device)
+    memory = memory or Memory.of(device)
+    free, total = memory.free, memory.total
     step = (config.max_num_batched_tokens or _GPU_STEP_TOKENS) * model.config.hidden_size * 64
     return int(min(free, total * config.gpu_memory_utilization - (total - free)) - step)
 
