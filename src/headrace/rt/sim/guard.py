@@ -117,6 +117,8 @@ class EffectGuard:
         owners = {
             buffer.device_tensor.untyped_storage().data_ptr(): name
             for name, buffer in self._buffers.items()
+            # Without memory it has the address of every empty tensor.
+            if buffer.device_tensor.numel()
         }
         for part in touched:
             owners.pop(part.view.device_tensor.untyped_storage().data_ptr(), None)

@@ -237,6 +237,19 @@ def test_memory_reached_through_a_closure_is_reported() -> None:
     assert kinds(body) == {"UNDECLARED-READ"}
 
 
+def test_a_buffer_without_memory_is_not_taken_for_other_empty_tensors() -> None:
+    @rt.op(x=rt.ReadWrite)
+    def use(*, x: Tensor) -> None:
+        x.add_(torch.cat((x[:0], torch.zeros(0, dtype=x.dtype))).sum())
+
+    def body(runtime: rt.Runtime) -> None:
+        runtime.alloc("nothing", (0, 4), torch.int64)
+        x = runtime.alloc("x", (4,), torch.int64)
+        runtime.launch(use, runtime.stream("a"), x=x)
+
+    assert kinds(body) == set()
+
+
 def test_torch_write_outside_a_launch_is_reported() -> None:
     leaked: list[Tensor] = []
 
