@@ -13,13 +13,14 @@ if TYPE_CHECKING:
 
 def attention_inputs(
     projected: Tensor,
-    head_scale: Tensor,
-    cos: Tensor,
-    signed_sin: Tensor,
+    head_scale: Tensor | None,
+    cos: Tensor | None,
+    signed_sin: Tensor | None,
     slots: Tensor,
     k_pool: Tensor,
     v_pool: Tensor,
     eps: float,
+    query_factor: float,
     query: Tensor,
 ) -> None:
     """Norm, rotate and write; see the package."""
@@ -39,10 +40,11 @@ def attention_inputs(
         projected.stride(0),
         k_pool.stride(1),
         eps,
+        query_factor,
         H=heads,
         G=kv_heads,
         D=head_dim,
-        R=cos.shape[2],
+        R=0 if cos is None else cos.shape[2],
         # A head is 16 bytes for each thread of a warp, or less.
         num_warps=1,
     )

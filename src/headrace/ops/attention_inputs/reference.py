@@ -12,13 +12,14 @@ if TYPE_CHECKING:
 
 def attention_inputs(
     projected: Tensor,
-    head_scale: Tensor,
-    cos: Tensor,
-    signed_sin: Tensor,
+    head_scale: Tensor | None,
+    cos: Tensor | None,
+    signed_sin: Tensor | None,
     slots: Tensor,
     k_pool: Tensor,
     v_pool: Tensor,
     eps: float,
+    query_factor: float,
     query: Tensor,
 ) -> None:
     """Norm, rotate and write; see the package."""
@@ -27,13 +28,16 @@ def attention_inputs(
     columns = (heads + 2 * kv_heads) * head_dim
     each = projected[:, :columns].view(-1, heads + 2 * kv_heads, head_dim).float()
     normed, value = each[:, : heads + kv_heads], each[:, heads + kv_heads :]
-    inverse = torch.rsqrt((normed * normed).mean(-1, keepdim=True) + eps)
-    normed = normed * inverse * head_scale
-    half = cos.shape[2] // 2
-    first, second, rest = normed.split((half, half, head_dim - 2 * half), -1)
-    c, s = cos[..., :half], signed_sin[..., half:]
-    rotated = torch.cat((first * c - second * s, second * c + first * s, rest), -1)
-    query.copy_(rotated[:, :heads])
+    if head_scale is not None:
+        inverse = torch.rsqrt((normed * normed).mean(-1, keepdim=True) + eps)
+        normed = normed * inverse * head_scale
+    rotated = normed
+    if cos is not None and signed_sin is not None:
+        half = cos.shape[2] // 2
+        first, second, rest = normed.split((half, half, head_dim - 2 * half), -1)
+        c, s = cos[..., :half], signed_sin[..., half:]
+        rotated = torch.cat((first * c - second * s, second * c + first * s, rest), -1)
+    query.copy_(rotated[:, :heads] * query_factor)
     # No index of what is real, which would ask the device how many there are: padding writes the
     # null slot's own bytes.
     block, offset = slots // page, slots % page

@@ -109,7 +109,7 @@ def test_it_errs_at_most_twice_as_much_as_pytorch(
     query = attention_inputs(**own)
     assert error(results(own, query)) <= limit
     specified, other = copied(given), torch.empty_like(query)
-    reference.attention_inputs(**specified, query=other)
+    reference.attention_inputs(**specified, query_factor=1.0, query=other)
     assert error(results(specified, other)) <= limit
     # Padding writes nowhere, and no one else's slot changes.
     for pools in (own, specified):
@@ -118,6 +118,34 @@ def test_it_errs_at_most_twice_as_much_as_pytorch(
             assert (rows[:PAGE] == 7.0).all()
             assert int(rows.isnan().all(-1).all(-1).sum()) == 3 * PAGE - 2
     assert query.isfinite().all()
+
+
+OTHER_FAMILIES = {
+    "no norms": {"head_scale": None, "num_heads": HEADS},
+    "no rotation": {"cos": None, "signed_sin": None, "query_factor": 0.3},
+    "neither": {
+        "head_scale": None, "cos": None, "signed_sin": None, "num_heads": HEADS,
+        "query_factor": 1.5,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("changes", OTHER_FAMILIES.values(), ids=OTHER_FAMILIES)
+def test_families_without_norms_or_rotation_leave_them_out(changes: dict[str, Any]) -> None:
+    given = case([9, 0, 6], 16, 6, torch.float32) | changes
+    specified, own = copied(given), copied(given)
+    query = attention_inputs(**own)
+    specified.pop("num_heads", None)
+    factor = specified.pop("query_factor", 1.0)
+    other = torch.empty_like(query)
+    reference.attention_inputs(**specified, query_factor=factor, query=other)
+    torch.testing.assert_close(results(own, query), results(specified, other))
+    if "cos" in changes and "head_scale" in changes:
+        heads = given["projected"][:, : HEADS * 16].view(-1, HEADS, 16)
+        torch.testing.assert_close(query, factor * heads)
+        keys = given["projected"][0, HEADS * 16 :][: KV_HEADS * 16]
+        assert torch.equal(own["k_pool"].flatten(0, 1)[9].flatten(), keys)
 
 
 @pytest.mark.interpreter
@@ -168,6 +196,8 @@ def test_slots_beyond_two_to_the_31_elements_are_written() -> None:
     [
         ({"v_pool": torch.zeros(4, PAGE, KV_HEADS, 8)}, "differ in layout"),
         ({"head_scale": torch.zeros(5, 8)}, r"head_scale \(5, 8\) does not fit keys"),
+        ({"head_scale": None}, "0 query heads: give num_heads"),
+        ({"cos": None}, "cosines and sines come together"),
         ({"projected": torch.zeros(2, 100)}, "100 columns.*3 and twice 2 heads of 16"),
         ({"cos": torch.zeros(2, 1, 4)}, r"signed_sin: shape \(2, 1, 6\)"),
         ({"slots": torch.zeros(3, dtype=torch.long)}, r"slots \(3,\) for 2 tokens"),
