@@ -23,7 +23,7 @@ from headrace.engine.load import load_parts
 from headrace.errors import ConfigError
 from headrace.models.reference_loop import run_reference
 from headrace.models.registry import FAMILIES, Family, family
-from headrace.testing import KERNEL_SIZES, TINY_DICTS, tiny_family
+from headrace.testing import KERNEL_FAMILIES, KERNEL_SIZES, TINY_DICTS, tiny_family
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -112,7 +112,8 @@ def facts(name: str, error: float) -> Facts:
     engine = {"model": "tiny", "device": "cpu", "max_num_seqs": 1, "max_model_len": 128}
     parts = load_parts(EngineConfig(**engine, speculative="ngram:2"), model=model)
     kernels: frozenset[str] = frozenset()
-    sizes = KERNEL_SIZES if KERNEL_SIZES.keys() <= TINY_DICTS[name]().keys() else {}
+    has_delta = KERNEL_SIZES.keys() <= TINY_DICTS[name]().keys()
+    sizes = KERNEL_FAMILIES.get(name, KERNEL_SIZES if has_delta else {})
     suited = tiny_family(name, **sizes)
     if suited.kernel_obstacle(suited.config) is None:
         run = partial(run_reference, suited, [1, 2, 3], 2, kernels="triton")

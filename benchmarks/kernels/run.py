@@ -17,7 +17,6 @@ import argparse
 import json
 import platform
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +24,12 @@ import torch
 from choice import bench_choice, check_choice
 from experts import bench_experts, check_experts
 from fusions import bench_fusions, check_fusions
+from mamba2 import bench_mamba2, check_mamba2
 from prefill import bench_prefill, check_prefill
 from prefill_attention import bench_prefill as bench_paged_prefill
 from prefill_attention import check_prefill as check_paged_prefill
 from products import bench_fixed_linear, check_fixed_linear
+from rows import DRAFTS, INTERVAL, RING, moved, rows_of
 from timing import copy_rate, time_us
 
 from headrace.ops.gated_delta_decode import MixerWeights, Ring, fused, reference
@@ -41,31 +42,10 @@ from headrace.ops.state_columns import reference as reference_columns
 if TYPE_CHECKING:
     from torch import Tensor
 
-HK, HV, K, V, TAPS, DRAFTS = 16, 32, 128, 128, 4, 3
+HK, HV, K, V, TAPS = 16, 32, 128, 128, 4
 F = 2 * HK * K + HV * V
 LAYERS = 24
-INTERVAL, RING = 16, 32
 ENTRIES = TAPS - 1 + DRAFTS
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Columns:
-    """Rows of the columns scheme."""
-
-    window_blocks: Tensor
-    accepted: Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Replay:
-    """Rows of the replay scheme."""
-
-    base_block: Tensor
-    base_len: Tensor
-    computed: Tensor
-    write_block: Tensor
-    write_len: Tensor
-    ring_block: Tensor
 
 
 def weights(device: str, heads: tuple[int, int], dtype: torch.dtype) -> MixerWeights:
@@ -81,31 +61,6 @@ def weights(device: str, heads: tuple[int, int], dtype: torch.dtype) -> MixerWei
         norm=(1 + 0.1 * torch.randn(V)).to(device),
         norm_eps=1e-6,
     )
-
-
-def rows_of(scheme: str, batch: int, query: int, device: str) -> tuple[Tensor, Tensor, Any]:
-    """Token index, lengths and rows: columns with mixed accepted counts, replay in all phases."""
-    index = torch.arange(batch * query, device=device).view(batch, query)
-    lens = torch.full((batch,), query, device=device)
-    if scheme == "columns":
-        blocks = 1 + torch.arange(batch * (1 + DRAFTS), dtype=torch.int32, device=device)
-        accepted = 1 + torch.arange(batch, dtype=torch.int32, device=device) % query
-        return index, lens, Columns(window_blocks=blocks.view(batch, -1), accepted=accepted)
-    block = 1 + torch.arange(batch, dtype=torch.int32, device=device)
-    # Pending 1 .. 16: a sixteenth of the rows writes its base.
-    pending = 1 + torch.arange(batch, device=device) % INTERVAL
-    if batch == 1:
-        pending += INTERVAL // 2 - 1
-    base = torch.full((batch,), 4 * INTERVAL, device=device)
-    rows = Replay(
-        base_block=block,
-        base_len=base,
-        computed=base + pending,
-        write_block=block,
-        write_len=base + INTERVAL,
-        ring_block=block,
-    )
-    return index, lens, rows
 
 
 def pools_of(
@@ -216,23 +171,15 @@ def check_decode() -> list[dict[str, Any]]:
                 w: Any = w,  # noqa: ANN401
                 inputs: Any = (parts, index, lens, rows, batch * query),  # noqa: ANN401
             ) -> list[Tensor]:
-                def move(value: Any) -> Any:  # noqa: ANN401
-                    if isinstance(value, torch.Tensor):
-                        return value.clone().to(device)
-                    if hasattr(value, "__dataclass_fields__"):
-                        fields = value.__dataclass_fields__
-                        return type(value)(**{f: move(getattr(value, f)) for f in fields})
-                    return value
-
-                window, state, ring = (move(pool) for pool in pools)
+                window, state, ring = (moved(pool, device) for pool in pools)
                 projected, places, lengths, batch_rows, count = inputs
                 own = ring and Ring(
                     inputs=ring.inputs[0], updates=ring.updates[0], interval=INTERVAL
                 )
                 out = torch.zeros(count, heads[1] * V, device=device)
                 op.gated_delta_decode(
-                    *(move(p) for p in projected), move(w), window[0], state[0], move(places),
-                    move(lengths), move(batch_rows), out, ring=own,
+                    *moved(projected, device), moved(w, device), window[0], state[0],
+                    *moved((places, lengths, batch_rows), device), out, ring=own,
                 )  # fmt: skip
                 tensors = [out, window, state] + ([own.inputs, own.updates] if own else [])
                 return [t.float().cpu() for t in tensors]
@@ -386,7 +333,7 @@ def bench_attention(rate: float) -> list[dict[str, Any]]:
 
 PARTS = (
     "attention", "choice", "columns", "decode", "deterministic_linear", "experts", "fusions",
-    "gated_delta_prefill", "paged_prefill",
+    "gated_delta_prefill", "mamba2", "paged_prefill",
 )  # fmt: skip
 
 
@@ -409,6 +356,7 @@ def main() -> None:
         "experts": check_experts,
         "fusions": check_fusions,
         "gated_delta_prefill": check_prefill,
+        "mamba2": check_mamba2,
         "paged_prefill": check_paged_prefill,
     }
     checks = [row for part, check in checkers.items() if part in parts for row in check()]
@@ -423,6 +371,7 @@ def main() -> None:
         "experts": lambda: bench_experts(rate),
         "fusions": lambda: bench_fusions(rate),
         "gated_delta_prefill": lambda: bench_prefill(rate),
+        "mamba2": lambda: bench_mamba2(rate),
         "paged_prefill": lambda: bench_paged_prefill(rate),
     }
     rows = [row for part in parts for row in benches[part]()]

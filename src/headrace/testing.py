@@ -24,6 +24,7 @@ from headrace.ops import (
     gated_delta_decode,
     gated_delta_prefill,
     gated_product,
+    mamba2_decode,
     paged_decode,
     paged_prefill,
     routed_experts,
@@ -59,6 +60,7 @@ KERNEL_OPS = (
     gated_delta_decode,
     gated_delta_prefill,
     gated_product,
+    mamba2_decode,
     paged_decode,
     paged_prefill,
     routed_experts,
@@ -68,6 +70,19 @@ KERNEL_OPS = (
 
 KERNEL_SIZES: dict[str, Any] = {"linear_key_head_dim": 16, "linear_value_head_dim": 32}
 """Changes of the small Qwen3.5 with which the fused kernels can run it."""
+
+KERNEL_FAMILIES: dict[str, dict[str, Any]] = {
+    "bamba": {"head_dim": 16, "attn_rotary_emb": 8, "mamba_d_state": 16},
+    "falcon_h1": {"mamba_d_state": 16},
+    "granite": {"hidden_size": 64, "mamba_d_state": 16, "mamba_n_heads": 8},
+    "mamba2": {"state_size": 16},
+    "nemotron_h": {"ssm_state_size": 16},
+    "zamba2": {
+        "hidden_size": 64, "attention_head_dim": 32, "attention_hidden_size": 128,
+        "kv_channels": 16, "mamba_d_state": 16, "n_mamba_heads": 8,
+    },
+}  # fmt: skip
+"""The same of further families' small models."""
 
 
 def _with(whole: dict[str, Any], /, **changes: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON values

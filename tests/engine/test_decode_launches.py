@@ -38,7 +38,13 @@ from headrace.models.qwen3_5 import Qwen35Model
 from headrace.ops.aot import MAX_SHARED_BYTES, Compiled, KernelSpec, compile_kernels, spec_of
 from headrace.rt.buffers import tensors_of
 from headrace.sampling_params import SamplingParams
-from headrace.testing import KERNEL_OPS, KERNEL_SIZES, tiny_model
+from headrace.testing import (
+    KERNEL_FAMILIES,
+    KERNEL_OPS,
+    KERNEL_SIZES,
+    tiny_family,
+    tiny_model,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -117,6 +123,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
     from headrace.ops.attention_inputs import fused as heads  # noqa: PLC0415
     from headrace.ops.gated_delta_decode import fused as mixer  # noqa: PLC0415
     from headrace.ops.gated_product import fused as product  # noqa: PLC0415
+    from headrace.ops.mamba2_decode import fused as mamba2  # noqa: PLC0415
     from headrace.ops.paged_decode import fused as attention  # noqa: PLC0415
     from headrace.ops.routed_experts import fused as experts  # noqa: PLC0415
     from headrace.ops.state_columns import fused as columns  # noqa: PLC0415
@@ -128,7 +135,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
         assert 0 not in grid
         specs.append(spec_of(kernel, args, options))
 
-    for module in (norm, heads, mixer, product, attention, experts, choice):
+    for module in (norm, heads, mixer, mamba2, product, attention, experts, choice):
         monkeypatch.setattr(module, "launch_kernel", launch)
     # Its tuples nobody compiles here; and tensors without memory have no addresses to compare.
     monkeypatch.setattr(columns, "launch_kernel", lambda *_, **__: None)
@@ -157,7 +164,39 @@ def test_launches_of_a_decode_step_ask_the_device_for_nothing(
         "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
         "layer_types": ["linear_attention", "full_attention"], **KERNEL_SIZES,
     }
-    model = tiny_model(**sizes)
+    ops = launch_twice_on_meta(tiny_model(**sizes), layout, scheme, drafts, graphs)
+    assert {"advance", "forward", "verify"} <= ops
+    assert ("save" in ops) == (scheme == "columns")
+    drafter = drafts.partition(":")[0]
+    names = {"none": set(), "draft": {"draft_model"}}.get(drafter, {f"draft_{drafter}"})
+    assert {name for name in ops if name.startswith("draft")} == names
+    kernels = {spec.kernel.partition(":")[2] for spec in launched}
+    assert kernels == {
+        "add_rms_norm_kernel", "attention_inputs_kernel", "gated_product_kernel",
+        "gated_delta_decode_kernel", "paged_decode_kernel", "combine_splits_kernel",
+        "best_of_parts_kernel", "best_of_row_kernel",
+    }
+
+
+@pytest.mark.parametrize("family", sorted(KERNEL_FAMILIES))
+def test_launches_of_other_families_ask_the_device_for_nothing_either(
+    family: str, launched: list[KernelSpec]
+) -> None:
+    model = tiny_family(family, vocab_size=VOCAB, **KERNEL_FAMILIES[family])
+    drafts = "mtp:2" if family == "nemotron_h" else "scripted:3"
+    ops = launch_twice_on_meta(model, "slots", "replay", drafts, "on")
+    assert {"advance", "forward", "verify"} <= ops
+    assert sum("state_kernel" in spec.kernel for spec in launched) > 1
+
+
+def launch_twice_on_meta(
+    model: Any,  # noqa: ANN401
+    layout: str,
+    scheme: str,
+    drafts: str,
+    graphs: str,
+) -> set[str]:
+    """Serve requests, each first launch of a decode step on the meta device too; return the ops."""
     engine = make_engine(
         model, draft_model=model if drafts.startswith("draft") else None, kernels="triton",
         graphs=graphs, batch_layout=layout, state_scheme=scheme, speculative=drafts,
@@ -199,18 +238,7 @@ def test_launches_of_a_decode_step_ask_the_device_for_nothing(
             engine.worker.scripts[request.sequences[0].seq_id] = (script, script % 4)
     while engine.has_work():
         engine.step()
-    ops = {name for name, _, _ in seen}
-    assert {"advance", "forward", "verify"} <= ops
-    assert ("save" in ops) == (scheme == "columns")
-    drafter = drafts.partition(":")[0]
-    names = {"none": set(), "draft": {"draft_model"}}.get(drafter, {f"draft_{drafter}"})
-    assert {name for name in ops if name.startswith("draft")} == names
-    kernels = {spec.kernel.partition(":")[2] for spec in launched}
-    assert kernels == {
-        "add_rms_norm_kernel", "attention_inputs_kernel", "gated_product_kernel",
-        "gated_delta_decode_kernel", "paged_decode_kernel", "combine_splits_kernel",
-        "best_of_parts_kernel", "best_of_row_kernel",
-    }
+    return {name for name, _, _ in seen}
 
 
 def specs_of_shape(

@@ -7,15 +7,14 @@ promises where bits are not promised: 2e-4 of the standard deviation.
 
 from __future__ import annotations
 
-import itertools
 import random
 import secrets
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
-from conformance import GREEDY, VOCAB, Job, make_engine, script_for, solve
+from conformance import GREEDY, VOCAB, Job, make_engine
+from kernel_engines import assert_close, compare, scheme_options, serve
 
 from headrace.config import EngineConfig
 from headrace.engine.load import load_parts, resolve_kernels, resolve_scheme
@@ -29,14 +28,10 @@ from headrace.testing import KERNEL_OPS, KERNEL_SIZES, tiny_family, tiny_model
 from headrace.worker import launches
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from headrace.engine.engine import Engine
     from headrace.models.batch import StepBatch
     from headrace.outputs import RequestOutput
     from headrace.rt.detector import Detector
 
-TOLERANCE = 2e-4
 LAYOUTS, SCHEMES = ("slots", "compact"), ("columns", "replay")
 
 
@@ -54,102 +49,6 @@ def mixture_of(seed: int) -> Any:  # noqa: ANN401
     sizes: dict[str, Any] = {"vocab_size": VOCAB, "num_hidden_layers": 2, **KERNEL_SIZES}
     layer_types = ["linear_attention", "full_attention"]
     return tiny_family("qwen3_5_moe", seed=seed, layer_types=layer_types, **sizes)
-
-
-def serve(
-    engine: Engine, jobs: Sequence[Job], preempt_at: Sequence[int] = ()
-) -> list[RequestOutput]:
-    """Run requests to their end; before some steps a running sequence is preempted."""
-    for index, job in enumerate(jobs):
-        request = engine.add_request(str(index), job.prompt, job.params)
-        if job.script is not None:
-            engine.worker.scripts[request.sequences[0].seq_id] = job.script
-    done: dict[str, RequestOutput] = {}
-    for step in itertools.count():
-        if not engine.has_work():
-            break
-        if step in preempt_at:
-            engine.scheduler.preempt(engine.scheduler.running[-1])
-        done |= {output.request_id: output for output in engine.step() if output.finished}
-    return [done[str(index)] for index in range(len(jobs))]
-
-
-def assert_close(output: RequestOutput, expected: RequestOutput) -> bool:
-    """Compare one request as far as its tokens are the same; returns whether all of them are.
-
-    A token may differ only where the two likeliest are closer than twice the difference of logits.
-    """
-    mine, reference = output.outputs[0], expected.outputs[0]
-    assert mine.logprobs is not None
-    assert reference.logprobs is not None
-    for place, (entry, wanted) in enumerate(zip(mine.logprobs, reference.logprobs, strict=True)):
-        got = np.array([entry[token].logprob for token in range(VOCAB)])
-        want = np.array([wanted[token].logprob for token in range(VOCAB)])
-        error = np.abs(got - want).max()
-        assert error <= TOLERANCE * want.std(), f"position {place}: {error=}, std {want.std()}"
-        if mine.token_ids[place] != reference.token_ids[place]:
-            best = np.sort(want)[-2:]
-            assert best[1] - best[0] < 2 * error, f"position {place}: a token differs, no tie"
-            print(f"position {place}: a near tie, the rest is not compared")
-            return False
-    return True
-
-
-def assert_same_pools(engine: Engine, reference: Engine) -> None:
-    """Everything that outlives a step is the same, up to rounding.
-
-    Of a ring the inputs: what else it keeps of a token is the kernel's own.
-    """
-    pools, wanted = engine.worker.pools, reference.worker.pools
-    pairs = [("k", pools.k, wanted.k), ("v", pools.v, wanted.v)]
-    for group, ring, group_2, ring_2 in zip(
-        pools.states, pools.rings, wanted.states, wanted.rings, strict=True
-    ):
-        pairs += [(name, group[name], group_2[name]) for name in group]
-        pairs += [(name, ring[name], ring_2[name]) for name in ring if name == "conv_input"]
-    for name, buffer, buffer_2 in pairs:
-        got, want = engine.parts.runtime.read(buffer), reference.parts.runtime.read(buffer_2)
-        assert want.any(), f"nothing was written to {name}"
-        error = float((got - want).abs().max() / want[want != 0].std())
-        assert error <= TOLERANCE, f"{name}: {error} standard deviations"
-
-
-def compare(
-    model: Any,  # noqa: ANN401
-    lengths: Sequence[int],
-    num_tokens: int,
-    seed: int,
-    preempt_at: Sequence[int] = (),
-    **options: Any,  # noqa: ANN401
-) -> Engine:
-    """Serve the same requests by kernels and by PyTorch operations; returns the first engine.
-
-    A script's drafts are right for a few tokens each time.
-    """
-    rng = random.Random(seed)
-    jobs = []
-    for length in lengths:
-        prompt = [rng.randrange(2, VOCAB) for _ in range(length)]
-        job = solve(model, Job(prompt, replace(GREEDY, max_tokens=num_tokens)))
-        if options["speculative"].startswith("scripted"):
-            job.script = script_for(job, int(options["speculative"][-1]), rng)
-        jobs.append(job)
-    engines = [make_engine(model, deterministic=False, kernels=kernels, seed=seed, **options)
-               for kernels in ("triton", "torch")]
-    for engine in engines:
-        engine.scheduler.policy = None
-    outputs = [serve(engine, jobs, preempt_at) for engine in engines]
-    pairs = list(zip(*outputs, strict=True))
-    are_same = [assert_close(mine, reference) for mine, reference in pairs]
-    if all(are_same):
-        assert_same_pools(*engines)
-    return engines[0]
-
-
-def scheme_options(scheme: str, drafts: str) -> dict[str, Any]:
-    """Settings of a case: bases are written every fourth token."""
-    interval = 4 if scheme == "replay" else None
-    return {"state_scheme": scheme, "replay_interval": interval, "speculative": drafts}
 
 
 @pytest.mark.thinned
@@ -343,7 +242,7 @@ def test_prompts_that_go_on_from_a_cached_state_and_tokens_computed_again_fit_to
     def noted(batch: StepBatch, *args: Any) -> split_plan.SplitPlan:  # noqa: ANN401
         made = plan(batch, *args)
         has_source = made.prompts is not None and bool(made.prompts.rows[:, 3].any())
-        paths.add((made.generating is not None, has_source, made.recomputed is not None))
+        paths.add((made.generating is not None, has_source, made.others is not None))
         return made
 
     monkeypatch.setattr("headrace.models.qwen3_5.plan_split", noted)
@@ -393,7 +292,7 @@ def test_a_cpu_runs_pytorch_operations_unless_told_otherwise() -> None:
     [
         ("qwen", {"kernels": "cuda"}, "kernels is 'cuda'; choose auto, torch or triton"),
         ("qwen", {"deterministic": True}, "'triton' but deterministic is set.*use kernels torch"),
-        ("granite", {}, "no kernel serves the layers of Granite.*; use kernels auto or torch"),
+        ("lfm2", {}, "no kernel serves the layers of Lfm2.*; use kernels auto or torch"),
         ("odd", {}, "linear_value_head_dim is 12.*a power of 2; use kernels auto or torch"),
         ("short", {}, "linear_key_head_dim is 8.*need 16..128; use kernels auto or torch"),
         ("large", {}, "head_dim is 512.*need 16..256; use kernels auto or torch"),
@@ -405,7 +304,7 @@ def test_kernels_that_cannot_be_used_are_refused_with_the_remedy(
 ) -> None:
     made = {
         "qwen": lambda: model_of(0),
-        "granite": lambda: tiny_family("granite"),
+        "lfm2": lambda: tiny_family("lfm2"),
         "odd": lambda: model_of(0, linear_value_head_dim=12),
         "short": lambda: model_of(0, linear_key_head_dim=8),
         "large": lambda: model_of(0, head_dim=512),
@@ -422,10 +321,10 @@ def test_a_cpu_without_the_interpreter_refuses_kernels(monkeypatch: pytest.Monke
 
 
 def test_a_cuda_device_takes_kernels_where_there_are_some() -> None:
-    qwen, granite = model_of(0).config, tiny_family("granite").config
+    qwen, lfm2 = model_of(0).config, tiny_family("lfm2").config
     config = EngineConfig(device="cuda", deterministic=False)
     assert resolve_kernels(config, qwen) == "triton"
-    assert resolve_kernels(config, granite) == "torch"
+    assert resolve_kernels(config, lfm2) == "torch"
     assert resolve_kernels(replace(config, kernels="torch"), qwen) == "torch"
     assert resolve_kernels(replace(config, deterministic=True), qwen) == "torch"
 
@@ -456,8 +355,8 @@ def test_a_draft_model_has_kernels_of_its_own() -> None:
         kernels="triton",
     )
     target = tiny_family("qwen3_5", vocab_size=VOCAB, **KERNEL_SIZES)
-    draft = tiny_family("granite", vocab_size=VOCAB)
-    with pytest.raises(ConfigError, match="no kernel serves the layers of Granite"):
+    draft = tiny_family("lfm2", vocab_size=VOCAB)
+    with pytest.raises(ConfigError, match="no kernel serves the layers of Lfm2"):
         load_parts(config, model=target, draft_model=draft)
     parts = load_parts(config, model=target, draft_model=target)
     assert (parts.worker.fixed.kernels, parts.worker.fixed.draft_kernels) == ("triton", "triton")

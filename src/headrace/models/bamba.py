@@ -23,9 +23,8 @@ from headrace.models.config import (
     require_free_time_steps,
     rope,
 )
-from headrace.models.decoder import ConvolvedDecoder, DecoderLayer, DecoderWeights, Multipliers
+from headrace.models.decoder import DecoderLayer, DecoderStep, DecoderWeights, Multipliers
 from headrace.models.layers.attention import attention_shapes, load_attention
-from headrace.models.layers.mamba2 import Mamba2Sizes, Mamba2Weights, mamba2
 from headrace.models.layers.mamba2_weights import (
     expanded,
     load_mamba2,
@@ -33,6 +32,7 @@ from headrace.models.layers.mamba2_weights import (
     mamba2_sizes,
 )
 from headrace.models.layers.mlp import MlpWeights, load_mlp, mlp, mlp_shapes
+from headrace.models.mamba2_decoder import Mamba2Decoder
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from headrace.models.config_keys import ConfigObject
     from headrace.models.layers.attention import PlainAttentionWeights
+    from headrace.models.layers.mamba2 import Mamba2Sizes, Mamba2Weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,10 +137,8 @@ def _layer_types(raw: ConfigObject) -> tuple[str, ...]:
     return tuple(FULL if i in attention else MAMBA2 for i in range(num_layers))
 
 
-class BambaModel(ConvolvedDecoder[BambaConfig]):
+class BambaModel(Mamba2Decoder[BambaConfig]):
     """A Bamba text model; see `HybridDecoder`."""
-
-    _mixer = staticmethod(mamba2)
 
     @classmethod
     def from_weights(
@@ -198,8 +197,8 @@ class BambaModel(ConvolvedDecoder[BambaConfig]):
     def _sizes(self) -> Mamba2Sizes:
         return self.config.mamba
 
-    def _feed(self, normed: Tensor, weights: MlpWeights) -> Tensor:
-        return mlp(normed, weights)
+    def _feed(self, normed: Tensor, weights: MlpWeights, step: DecoderStep) -> Tensor:
+        return mlp(normed, weights, step.kernels)
 
 
 def _layer(

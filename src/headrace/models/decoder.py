@@ -21,9 +21,16 @@ from headrace.models.layers.attention import (
     PlainAttentionWeights,
     plain_attention,
 )
-from headrace.models.layers.attention_plan import plan_attention
+from headrace.models.layers.attention_plan import (
+    AttentionPlan,
+    FusedAttention,
+    plan_attention,
+    plan_fused_attention,
+)
 from headrace.models.layers.row_plan import plan_rows
+from headrace.models.layers.split_plan import plan_generating_split
 from headrace.models.layers.state_plan import plan_states
+from headrace.ops.add_rms_norm import add_rms_norm
 from headrace.ops.linear import linear, pad_rows
 from headrace.ops.rms_norm import rms_norm
 from headrace.ops.rotary import inverse_frequencies, rotary_tables
@@ -33,8 +40,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from headrace.models.batch import Caches, StateCache, StateGroupSpec, StepBatch
+    from headrace.models.batch import Caches, Kernels, StateCache, StateGroupSpec, StepBatch
     from headrace.models.checkpoint import CheckedTensors, Shapes
+    from headrace.models.layers.row_plan import RowPlan
+    from headrace.models.layers.split_plan import SplitPlan
     from headrace.models.layers.state_plan import StatePlan
 
 Config = TypeVar("Config", bound=ModelConfig)
@@ -127,12 +136,16 @@ class DecoderStep:
         attention: Of the attention layers; None in a model without.
         states: Of each state group.
         embedded: The step's embedded tokens, [T, C].
+        slots: Where each packed token's key and value go, [T] i64; 0 for padding.
+        kernels: What computes between the products.
     """
 
     caches: Caches
     attention: PlainAttentionStep | None
-    states: tuple[StatePlan, ...]
+    states: tuple[StatePlan | SplitPlan, ...]
     embedded: Tensor
+    slots: Tensor
+    kernels: Kernels
 
 
 class HybridDecoder(ABC, Generic[Config]):
@@ -215,11 +228,21 @@ class HybridDecoder(ABC, Generic[Config]):
         weights: Any,  # noqa: ANN401 - the family's
         cache: StateCache,
         index: int,
-        plan: StatePlan,
+        plan: Any,  # noqa: ANN401 - StatePlan, or SplitPlan too where kernels serve the family
     ) -> Tensor:
         """Run the recurrent mixer that is `index` in its group over normed rows [T, C]."""
 
-    def _feed(self, normed: Tensor, weights: Any) -> Tensor:  # noqa: ANN401 - the family's
+    @property
+    def _mixed_width(self) -> int:
+        """Columns of what a recurrent mixer gives its last projection; where kernels serve it."""
+        raise NotImplementedError(f"no kernel serves the mixers of {type(self).__name__}")
+
+    def _feed(
+        self,
+        normed: Tensor,
+        weights: Any,  # noqa: ANN401 - the family's
+        step: DecoderStep,
+    ) -> Tensor:
         """Run the feed-forward block over normed rows [T, C]."""
         raise NotImplementedError(f"{type(self).__name__} has no feed-forward blocks")
 
@@ -262,9 +285,13 @@ class HybridDecoder(ABC, Generic[Config]):
         step = self._plan(batch, caches, hidden)
         for i, layer in enumerate(self._weights.layers):
             hidden = self._run_layer(i, layer, hidden, step)
-        return self._norm(hidden, self._weights.final_norm)
+        return self._norm(hidden, self._weights.final_norm, batch.kernels)
 
-    def _norm(self, hidden: Tensor, scale: Tensor) -> Tensor:
+    def _norm(self, hidden: Tensor, scale: Tensor, kernels: Kernels) -> Tensor:
+        """Norm rows [T, C], in the compute dtype."""
+        if kernels == "triton":
+            out = torch.empty_like(hidden, dtype=self.dtype)
+            return add_rms_norm(hidden, None, scale, self.config.rms_norm_eps, out=out)
         normed = rms_norm(hidden, scale, self.config.rms_norm_eps)
         return normed.to(self.dtype) if self._residual_in_float32 else normed
 
@@ -285,12 +312,12 @@ class HybridDecoder(ABC, Generic[Config]):
     ) -> Tensor:
         """Run layer i; families with another order of norms and sums have their own."""
         assert isinstance(layer, DecoderLayer)
-        normed = self._norm(hidden, layer.input_norm)
+        normed = self._norm(hidden, layer.input_norm, step.kernels)
         hidden = self._add(hidden, self._run_mixer(i, layer, normed, step))
         if layer.feed_norm is None:
             return hidden
-        normed = self._norm(hidden, layer.feed_norm)
-        return self._add(hidden, self._feed(normed, layer.feed_forward))
+        normed = self._norm(hidden, layer.feed_norm, step.kernels)
+        return self._add(hidden, self._feed(normed, layer.feed_forward, step))
 
     def _run_mixer(self, i: int, layer: DecoderLayer, x: Tensor, step: DecoderStep) -> Tensor:
         """Run layer i's attention or recurrent mixer over what it takes, [T, C]."""
@@ -358,23 +385,55 @@ class HybridDecoder(ABC, Generic[Config]):
         self, batch: StepBatch, caches: Caches, embedded: Tensor, *, with_states: bool = True
     ) -> DecoderStep:
         """Compute what the layers of a step share: for attention, and for each state group."""
-        rows = plan_rows(batch)
+        # Kernels make their indices by themselves.
+        is_fused = batch.kernels == "triton"
+        rows = None if is_fused else plan_rows(batch)
         attention = None
         if self.num_kv_layers:
-            block_size, num_kv_heads = caches.k.shape[2:4]
-            rotary = None
-            if self._frequencies is not None:
-                rotary = rotary_tables(batch.positions, self._frequencies)
-            attention = PlainAttentionStep(
-                slots=batch.kv_slot_mapping,
-                rotary=rotary,
-                plan=plan_attention(batch, rows, block_size, num_kv_heads, self._window),
+            attention = self._plan_attention(batch, caches, rows)
+        states: tuple[StatePlan | SplitPlan, ...] = ()
+        if with_states and is_fused:
+            out = self._zeros(batch, self._mixed_width)
+            states = tuple(
+                plan_generating_split(batch, group, cache, self._conv_kernel, out)
+                for group, cache in enumerate(caches.groups)
             )
-        states = tuple(
-            plan_states(batch, rows, group, cache, self._conv_kernel)
-            for group, cache in enumerate(caches.groups if with_states else ())
+        elif with_states:
+            states = tuple(
+                plan_states(batch, rows, group, cache, self._conv_kernel)
+                for group, cache in enumerate(caches.groups)
+            )
+        return DecoderStep(
+            caches=caches,
+            attention=attention,
+            states=states,
+            embedded=embedded,
+            slots=batch.kv_slot_mapping,
+            kernels=batch.kernels,
         )
-        return DecoderStep(caches=caches, attention=attention, states=states, embedded=embedded)
+
+    def _plan_attention(
+        self, batch: StepBatch, caches: Caches, rows: RowPlan | None
+    ) -> PlainAttentionStep:
+        rotary = None
+        if self._frequencies is not None:
+            rotary = rotary_tables(batch.positions, self._frequencies)
+        plan: AttentionPlan | FusedAttention
+        if batch.kernels == "triton":
+            assert self._window is None, "the kernels' rows see all keys before them"
+            heads = self.config.num_attention_heads, self.config.head_dim
+            plan = plan_fused_attention(batch, self._zeros(batch, *heads))
+        else:
+            block_size, num_kv_heads = caches.k.shape[2:4]
+            plan = plan_attention(batch, rows, block_size, num_kv_heads, self._window)
+        return PlainAttentionStep(
+            slots=batch.kv_slot_mapping, rotary=rotary, plan=plan, kernels=batch.kernels
+        )
+
+    def _zeros(self, batch: StepBatch, *shape: int) -> Tensor:
+        """Zeros for each packed token of a step, [T, *shape]."""
+        tokens = batch.token_ids.shape[0]
+        return torch.zeros(tokens, *shape, dtype=self.dtype, device=self.device)
 
 
 class ConvolvedSizes(Protocol):
@@ -421,6 +480,6 @@ class ConvolvedDecoder(HybridDecoder[Config]):
         weights: Any,  # noqa: ANN401 - the mixer's
         cache: StateCache,
         index: int,
-        plan: StatePlan,
+        plan: StatePlan | SplitPlan,
     ) -> Tensor:
         return self._mixer(normed, weights, self._sizes, cache=cache, index=index, plan=plan)

@@ -26,13 +26,12 @@ from headrace.models.config import (
     require_free_time_steps,
     rope_whole_heads,
 )
-from headrace.models.decoder import ConvolvedDecoder, DecoderStep, DecoderWeights, Multipliers
+from headrace.models.decoder import DecoderStep, DecoderWeights, Multipliers
 from headrace.models.layers.attention import (
     PlainAttentionWeights,
     attention_shapes,
     load_attention,
 )
-from headrace.models.layers.mamba2 import Mamba2Sizes, Mamba2Weights, mamba2
 from headrace.models.layers.mamba2_weights import (
     expanded,
     load_mamba2,
@@ -40,9 +39,9 @@ from headrace.models.layers.mamba2_weights import (
     mamba2_sizes,
 )
 from headrace.models.layers.mlp import MlpWeights, load_mlp, mlp_shapes
+from headrace.models.mamba2_decoder import Mamba2Decoder
 from headrace.ops.activations import silu
 from headrace.ops.linear import linear
-from headrace.ops.rms_norm import rms_norm
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace.models.config_keys import ConfigObject
+    from headrace.models.layers.mamba2 import Mamba2Sizes, Mamba2Weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,10 +191,8 @@ class FalconLayer:
     feed_forward: MlpWeights
 
 
-class FalconH1Model(ConvolvedDecoder[FalconH1Config]):
+class FalconH1Model(Mamba2Decoder[FalconH1Config]):
     """A Falcon-H1 text model; see `HybridDecoder`."""
-
-    _mixer = staticmethod(mamba2)
 
     @classmethod
     def from_weights(
@@ -268,15 +266,16 @@ class FalconH1Model(ConvolvedDecoder[FalconH1Config]):
         return self.config.mamba
 
     def _run_layer(self, i: int, layer: FalconLayer, hidden: Tensor, step: DecoderStep) -> Tensor:
-        eps, factors = self.config.rms_norm_eps, self.config.multipliers
-        normed = rms_norm(hidden, layer.input_norm, eps)
+        factors = self.config.multipliers
+        normed = self._norm(hidden, layer.input_norm, step.kernels)
         mixed = self._run_recurrent(i, layer.mamba, normed, step) * factors.ssm_out
         attended = self._run_attention(self._kv_places[i], layer.attention, normed, step)
         mixed += attended * (factors.attention_in * factors.attention_out)
         hidden = hidden + mixed
-        return hidden + self._feed(rms_norm(hidden, layer.feed_norm, eps), layer.feed_forward)
+        normed = self._norm(hidden, layer.feed_norm, step.kernels)
+        return hidden + self._feed(normed, layer.feed_forward, step)
 
-    def _feed(self, normed: Tensor, weights: MlpWeights) -> Tensor:
+    def _feed(self, normed: Tensor, weights: MlpWeights, _: DecoderStep) -> Tensor:
         before, after = self.config.multipliers.mlp
         gate, up = linear(normed, weights.gate_up).chunk(2, dim=-1)
         return linear(silu(gate * before).mul_(up), weights.down) * after

@@ -25,13 +25,12 @@ from headrace.models.config import (
     require_free_time_steps,
     rope_whole_heads,
 )
-from headrace.models.decoder import ConvolvedDecoder, DecoderLayer, DecoderWeights, Multipliers
+from headrace.models.decoder import DecoderLayer, DecoderStep, DecoderWeights, Multipliers
 from headrace.models.layers.attention import (
     PlainAttentionWeights,
     attention_shapes,
     load_attention,
 )
-from headrace.models.layers.mamba2 import Mamba2Sizes, Mamba2Weights, mamba2
 from headrace.models.layers.mamba2_weights import (
     expanded,
     load_mamba2,
@@ -40,6 +39,7 @@ from headrace.models.layers.mamba2_weights import (
 )
 from headrace.models.layers.mlp import MlpWeights
 from headrace.models.layers.moe import MoeWeights, feed_forward
+from headrace.models.mamba2_decoder import Mamba2Decoder
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace.models.config_keys import ConfigObject
+    from headrace.models.layers.mamba2 import Mamba2Sizes, Mamba2Weights
 
 _LAYER_KINDS = {
     "mamba": MAMBA2,
@@ -143,10 +144,8 @@ def _refuse_other_maths(raw: ConfigObject) -> None:
     require_free_time_steps(raw)
 
 
-class GraniteModel(ConvolvedDecoder[GraniteConfig]):
+class GraniteModel(Mamba2Decoder[GraniteConfig]):
     """A Granite 4 hybrid text model; see `HybridDecoder`."""
-
-    _mixer = staticmethod(mamba2)
 
     @classmethod
     def from_weights(
@@ -196,8 +195,8 @@ class GraniteModel(ConvolvedDecoder[GraniteConfig]):
     def _sizes(self) -> Mamba2Sizes:
         return self.config.mamba
 
-    def _feed(self, normed: Tensor, weights: MlpWeights | MoeWeights) -> Tensor:
-        return feed_forward(normed, weights)
+    def _feed(self, normed: Tensor, weights: MlpWeights | MoeWeights, step: DecoderStep) -> Tensor:
+        return feed_forward(normed, weights, step.kernels, step.slots)
 
 
 def _mixer_shapes(config: GraniteConfig, *, is_attention: bool) -> Shapes:

@@ -23,7 +23,13 @@ from headrace.models.config import (
     refuse,
     require,
 )
-from headrace.models.decoder import ConvolvedDecoder, DecoderLayer, DecoderWeights, Multipliers
+from headrace.models.decoder import (
+    ConvolvedDecoder,
+    DecoderLayer,
+    DecoderStep,
+    DecoderWeights,
+    Multipliers,
+)
 from headrace.models.layers.attention import (
     PlainAttentionWeights,
     attention_shapes,
@@ -213,8 +219,8 @@ class JambaModel(ConvolvedDecoder[JambaConfig]):
     def _sizes(self) -> Mamba1Sizes:
         return self.config.mamba
 
-    def _feed(self, normed: Tensor, weights: MlpWeights | MoeWeights) -> Tensor:
-        return feed_forward(normed, weights)
+    def _feed(self, normed: Tensor, weights: MlpWeights | MoeWeights, step: DecoderStep) -> Tensor:
+        return feed_forward(normed, weights, step.kernels, step.slots)
 
 
 def _layer(config: JambaConfig, source: CheckedTensors, i: int) -> DecoderLayer:

@@ -31,7 +31,13 @@ from headrace.models.config import (
     refuse,
     require,
 )
-from headrace.models.decoder import ConvolvedDecoder, DecoderLayer, DecoderWeights, Multipliers
+from headrace.models.decoder import (
+    ConvolvedDecoder,
+    DecoderLayer,
+    DecoderStep,
+    DecoderWeights,
+    Multipliers,
+)
 from headrace.models.layers.kimi_delta import KimiDeltaSizes, KimiDeltaWeights, kimi_delta
 from headrace.models.layers.latent_attention import (
     LatentAttentionWeights,
@@ -320,8 +326,8 @@ class KimiLinearModel(ConvolvedDecoder[KimiLinearConfig]):
     ) -> Tensor:
         return latent_attention(x, weights, self.config.latent, kv[0], attention)
 
-    def _feed(self, normed: Tensor, weights: MlpWeights | MoeWeights) -> Tensor:
-        return feed_forward(normed, weights)
+    def _feed(self, normed: Tensor, weights: MlpWeights | MoeWeights, step: DecoderStep) -> Tensor:
+        return feed_forward(normed, weights, step.kernels, step.slots)
 
 
 def _mlp_prefix(prefix: str, on_disk: Collection[str]) -> str:

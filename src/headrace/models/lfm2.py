@@ -24,7 +24,13 @@ from headrace.models.config import (
     require,
     rope_whole_heads,
 )
-from headrace.models.decoder import DecoderLayer, DecoderWeights, HybridDecoder, Multipliers
+from headrace.models.decoder import (
+    DecoderLayer,
+    DecoderStep,
+    DecoderWeights,
+    HybridDecoder,
+    Multipliers,
+)
 from headrace.models.layers.attention import PlainAttentionWeights
 from headrace.models.layers.mlp import MlpWeights
 from headrace.models.layers.moe import MoeWeights, feed_forward
@@ -232,8 +238,8 @@ class Lfm2Model(HybridDecoder[Lfm2Config]):
     ) -> Tensor:
         return short_conv(normed, weights, cache=cache, index=index, plan=plan)
 
-    def _feed(self, normed: Tensor, weights: MlpWeights | MoeWeights) -> Tensor:
-        return feed_forward(normed, weights)
+    def _feed(self, normed: Tensor, weights: MlpWeights | MoeWeights, step: DecoderStep) -> Tensor:
+        return feed_forward(normed, weights, step.kernels, step.slots)
 
 
 def mlp_shapes(prefix: str, width: int, inner: int) -> Shapes:

@@ -18,14 +18,14 @@ from headrace.models.config import (
     require,
     require_free_time_steps,
 )
-from headrace.models.decoder import ConvolvedDecoder, DecoderLayer, DecoderWeights, Multipliers
-from headrace.models.layers.mamba2 import Mamba2Sizes, mamba2
+from headrace.models.decoder import DecoderLayer, DecoderWeights, Multipliers
 from headrace.models.layers.mamba2_weights import (
     Mamba2Fields,
     load_mamba2,
     mamba2_shapes,
     mamba2_sizes,
 )
+from headrace.models.mamba2_decoder import Mamba2Decoder
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace.models.config_keys import ConfigObject
+    from headrace.models.layers.mamba2 import Mamba2Sizes
 
 EMBEDDINGS = ("backbone.embeddings.weight", "backbone.embedding.weight")
 """Names of the embedding, today's and that of the first published files."""
@@ -105,10 +106,8 @@ _FIELDS = Mamba2Fields(
 )
 
 
-class Mamba2Model(ConvolvedDecoder[Mamba2Config]):
+class Mamba2Model(Mamba2Decoder[Mamba2Config]):
     """A Mamba-2 text model; see `HybridDecoder`."""
-
-    _mixer = staticmethod(mamba2)
 
     @classmethod
     def from_weights(

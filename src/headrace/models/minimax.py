@@ -298,12 +298,12 @@ class MiniMaxModel(HybridDecoder[MiniMaxConfig]):
         sums = self.config.sums
         is_full = self.config.layer_types[i] == FULL
         keep, add = sums.attention if is_full else sums.lightning
-        x = self._norm(hidden, layer.input_norm)
+        x = self._norm(hidden, layer.input_norm, step.kernels)
         hidden = x * keep + self._run_mixer(i, layer, x, step) * add
         assert layer.feed_norm is not None
-        x = self._norm(hidden, layer.feed_norm)
+        x = self._norm(hidden, layer.feed_norm, step.kernels)
         keep, add = sums.feed
-        return x * keep + self._feed(x, layer.feed_forward) * add
+        return x * keep + self._feed(x, layer.feed_forward, step) * add
 
     def _mix(
         self,
@@ -316,8 +316,8 @@ class MiniMaxModel(HybridDecoder[MiniMaxConfig]):
         sizes = self.config.lightning
         return lightning_attention(normed, weights, sizes, cache=cache, index=index, plan=plan)
 
-    def _feed(self, normed: Tensor, weights: MoeWeights) -> Tensor:
-        return feed_forward(normed, weights)
+    def _feed(self, normed: Tensor, weights: MoeWeights, step: DecoderStep) -> Tensor:
+        return feed_forward(normed, weights, step.kernels, step.slots)
 
 
 def _layer(config: MiniMaxConfig, source: CheckedTensors, i: int) -> DecoderLayer:

@@ -44,15 +44,8 @@ from headrace.models.config import (
     require,
     require_free_time_steps,
 )
-from headrace.models.decoder import (
-    ConvolvedDecoder,
-    DecoderLayer,
-    DecoderStep,
-    DecoderWeights,
-    Multipliers,
-)
+from headrace.models.decoder import DecoderLayer, DecoderStep, DecoderWeights, Multipliers
 from headrace.models.layers.attention import attention_shapes, load_attention
-from headrace.models.layers.mamba2 import Mamba2Sizes, mamba2
 from headrace.models.layers.mamba2_weights import (
     Mamba2Fields,
     load_mamba2,
@@ -61,8 +54,8 @@ from headrace.models.layers.mamba2_weights import (
 )
 from headrace.models.layers.mlp import MlpWeights
 from headrace.models.layers.moe import MoeWeights, Routing, feed_forward
+from headrace.models.mamba2_decoder import Mamba2Decoder
 from headrace.ops.linear import linear
-from headrace.ops.rms_norm import rms_norm
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -71,6 +64,7 @@ if TYPE_CHECKING:
 
     from headrace.models.batch import Caches, StepBatch
     from headrace.models.config_keys import ConfigObject
+    from headrace.models.layers.mamba2 import Mamba2Sizes
 
 _LETTERS = {"M": MAMBA2, "*": FULL, "-": MLP, "E": MOE}
 _KINDS = {
@@ -301,7 +295,7 @@ class MtpWeights:
     final_norm: Tensor
 
 
-class NemotronHModel(ConvolvedDecoder[NemotronHConfig]):
+class NemotronHModel(Mamba2Decoder[NemotronHConfig]):
     """A Nemotron-H text model; see `HybridDecoder`.
 
     Args:
@@ -310,8 +304,6 @@ class NemotronHModel(ConvolvedDecoder[NemotronHConfig]):
         state_dtype: Dtype name of the recurrent states.
         mtp: Its MTP head, if it has one.
     """
-
-    _mixer = staticmethod(mamba2)
 
     def __init__(
         self,
@@ -409,24 +401,25 @@ class NemotronHModel(ConvolvedDecoder[NemotronHConfig]):
         """
         head = self._mtp
         assert head is not None, "this checkpoint has no MTP head"
-        eps = self.config.rms_norm_eps
+        kernels = batch.kernels
         embedded = self._weights.embedding.index_select(0, next_token_ids)
         step = self._plan(batch, caches, embedded, with_states=False)
-        both = rms_norm(embedded, head.embedding_norm, eps), rms_norm(hidden, head.hidden_norm, eps)
+        pairs = (embedded, head.embedding_norm), (hidden, head.hidden_norm)
+        both = [self._norm(rows, scale, kernels) for rows, scale in pairs]
         x = linear(torch.cat(both, -1), head.in_proj)
         at = len(self.config.attention_layers)
         for kind, layer in zip(self.config.mtp_layer_types, head.layers, strict=True):
-            normed = rms_norm(x, layer.input_norm, eps)
+            normed = self._norm(x, layer.input_norm, kernels)
             if kind == FULL:
                 x = x + self._run_attention(at, layer.mixer, normed, step)
                 at += 1
             else:
-                x = x + feed_forward(normed, layer.mixer)
-        return rms_norm(x, head.final_norm, eps)
+                x = x + feed_forward(normed, layer.mixer, kernels, step.slots)
+        return self._norm(x, head.final_norm, kernels)
 
     def _run_mixer(self, i: int, layer: DecoderLayer, x: Tensor, step: DecoderStep) -> Tensor:
         if self.config.layer_types[i] in (MLP, MOE):
-            return feed_forward(x, layer.mixer)
+            return feed_forward(x, layer.mixer, step.kernels, step.slots)
         return super()._run_mixer(i, layer, x, step)
 
 

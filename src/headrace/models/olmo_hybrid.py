@@ -215,12 +215,14 @@ class OlmoHybridModel(ConvolvedDecoder[OlmoHybridConfig]):
     def _run_layer(self, i: int, layer: DecoderLayer, hidden: Tensor, step: DecoderStep) -> Tensor:
         if self.config.layer_types[i] != FULL:
             return super()._run_layer(i, layer, hidden, step)
-        hidden = hidden + self._norm(self._run_mixer(i, layer, hidden, step), layer.input_norm)
+        mixed = self._run_mixer(i, layer, hidden, step)
+        hidden = hidden + self._norm(mixed, layer.input_norm, step.kernels)
         assert layer.feed_norm is not None
-        return hidden + self._norm(self._feed(hidden, layer.feed_forward), layer.feed_norm)
+        fed = self._feed(hidden, layer.feed_forward, step)
+        return hidden + self._norm(fed, layer.feed_norm, step.kernels)
 
-    def _feed(self, normed: Tensor, weights: MlpWeights) -> Tensor:
-        return mlp(normed, weights)
+    def _feed(self, normed: Tensor, weights: MlpWeights, step: DecoderStep) -> Tensor:
+        return mlp(normed, weights, step.kernels)
 
 
 def _norms(kind: str, prefix: str, on_disk: Collection[str]) -> tuple[str, str]:

@@ -29,6 +29,7 @@ import torch
 from headrace.models.layers.attention_plan import (
     AttentionPlan,
     FusedAttention,
+    head_obstacle,
     plan_attention,
     plan_fused_attention,
 )
@@ -59,12 +60,6 @@ if TYPE_CHECKING:
     from headrace.models.layers.state_plan import StatePlan
     from headrace.models.qwen3_5_config import Qwen35Config
 
-
-_MIN_HEAD, _MAX_HEAD = 16, 256
-"""Head sizes of attention that its kernels are compiled for in the tests."""
-
-_MAX_GROUP = 32
-"""Query heads for each KV head that fit a tile of a prompt, in any dtype."""
 
 _MIN_STATE, _MAX_STATE = 16, 128
 """Head sizes of states: tensor cores take 16 terms, a multiprocessor holds tiles of 128."""
@@ -142,7 +137,6 @@ class Qwen35Model:
         for name, size in (
             ("linear_key_head_dim", sizes.key_dim),
             ("linear_value_head_dim", sizes.value_dim),
-            ("head_dim", config.head_dim),
         ):
             if size & (size - 1):
                 return f"{name} is {size}, and the kernels need a power of 2"
@@ -152,12 +146,7 @@ class Qwen35Model:
         ):
             if not _MIN_STATE <= size <= _MAX_STATE:
                 return f"{name} is {size}, and the kernels need {_MIN_STATE}..{_MAX_STATE}"
-        if not _MIN_HEAD <= config.head_dim <= _MAX_HEAD:
-            return f"head_dim is {config.head_dim}, and the kernels need {_MIN_HEAD}..{_MAX_HEAD}"
-        group = config.num_attention_heads // config.num_kv_heads
-        if group > _MAX_GROUP:
-            return f"a KV head has {group} query heads, and the kernels take {_MAX_GROUP} at most"
-        return None
+        return head_obstacle(config)
 
     @property
     def num_kv_layers(self) -> int:

@@ -35,13 +35,12 @@ from headrace.models.config import (
     require_free_time_steps,
     rope_whole_heads,
 )
-from headrace.models.decoder import ConvolvedDecoder, DecoderStep, DecoderWeights, Multipliers
+from headrace.models.decoder import DecoderStep, DecoderWeights, Multipliers
 from headrace.models.layers.attention import (
     PlainAttentionWeights,
     attention_shapes,
     load_attention,
 )
-from headrace.models.layers.mamba2 import Mamba2Sizes, Mamba2Weights, mamba2
 from headrace.models.layers.mamba2_weights import (
     Mamba2Fields,
     expanded,
@@ -49,9 +48,9 @@ from headrace.models.layers.mamba2_weights import (
     mamba2_shapes,
     mamba2_sizes,
 )
+from headrace.models.mamba2_decoder import Mamba2Decoder
 from headrace.ops.activations import gelu_mul
 from headrace.ops.linear import linear
-from headrace.ops.rms_norm import rms_norm
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -59,6 +58,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace.models.config_keys import ConfigObject
+    from headrace.models.layers.mamba2 import Mamba2Sizes, Mamba2Weights
 
 _KINDS = {
     "mamba": MAMBA2,
@@ -237,10 +237,8 @@ class ZambaLayer:
     shared: SharedBlock | None
 
 
-class Zamba2Model(ConvolvedDecoder[Zamba2Config]):
+class Zamba2Model(Mamba2Decoder[Zamba2Config]):
     """A Zamba2 text model; see `HybridDecoder`."""
-
-    _mixer = staticmethod(mamba2)
 
     @classmethod
     def from_weights(
@@ -309,15 +307,16 @@ class Zamba2Model(ConvolvedDecoder[Zamba2Config]):
         return self.config.mamba
 
     def _run_layer(self, i: int, layer: ZambaLayer, hidden: Tensor, step: DecoderStep) -> Tensor:
-        eps, inputs = self.config.rms_norm_eps, hidden
+        inputs = hidden
         if layer.shared is not None:
             block = layer.shared
             joined = torch.cat((hidden, step.embedded), -1)
-            normed = rms_norm(joined, block.input_norm, eps)
+            normed = self._norm(joined, block.input_norm, step.kernels)
             out = self._run_attention(self._kv_places[i], block.attention, normed, step)
-            out = _shared_mlp(rms_norm(out, block.feed_norm, eps), block.feed_forward)
+            normed = self._norm(out, block.feed_norm, step.kernels)
+            out = _shared_mlp(normed, block.feed_forward)
             inputs = hidden + linear(out, block.out_proj)
-        normed = rms_norm(inputs, layer.input_norm, eps)
+        normed = self._norm(inputs, layer.input_norm, step.kernels)
         return hidden + self._run_recurrent(i, layer.mamba, normed, step)
 
 

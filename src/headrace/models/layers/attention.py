@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from headrace.models.layers.attention_plan import AttentionPlan, attend
+from headrace.models.layers.attention_plan import AttentionPlan, FusedAttention, attend
+from headrace.ops.add_rms_norm import add_rms_norm
+from headrace.ops.attention_inputs import attention_inputs
 from headrace.ops.linear import linear
 from headrace.ops.paged_attention import write_kv
 from headrace.ops.rms_norm import rms_norm
@@ -16,6 +18,7 @@ from headrace.ops.rotary import rotate_
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from headrace.models.batch import Kernels
     from headrace.models.checkpoint import CheckedTensors, Shapes
     from headrace.models.config import ModelConfig
 
@@ -49,11 +52,13 @@ class PlainAttentionStep:
         rotary: Cosines and signed sines of each packed token, both [T, 1, r] f32; None without
             rotary embedding.
         plan: The step's indices.
+        kernels: What computes between the projections and the attention.
     """
 
     slots: Tensor
     rotary: tuple[Tensor, Tensor] | None
-    plan: AttentionPlan
+    plan: AttentionPlan | FusedAttention
+    kernels: Kernels = "torch"
 
 
 def plain_attention(
@@ -89,6 +94,9 @@ def plain_attention(
         parts = linear(x, narrow).chunk(len(wide), -1)
         changes = [linear(part, own) for part, own in zip(parts, wide, strict=True)]
         projected = projected + torch.cat(changes, -1)
+    if step.kernels == "triton":
+        query = _fused_inputs(projected, weights, kv, step, eps, query_factor)
+        return linear(attend(query, k_pool, v_pool, step.plan).view(-1, q_cols), weights.out_proj)
     heads, value = projected.split_with_sizes((q_cols + kv_cols, kv_cols), -1)
     if weights.row_scale is not None:
         both = heads.split_with_sizes((q_cols, kv_cols), -1)
@@ -104,6 +112,37 @@ def plain_attention(
     if query_factor != 1.0:
         query = query * query_factor
     return linear(attend(query, k_pool, v_pool, step.plan).view(-1, q_cols), weights.out_proj)
+
+
+def _fused_inputs(
+    projected: Tensor,
+    weights: PlainAttentionWeights,
+    kv: tuple[Tensor, Tensor],
+    step: PlainAttentionStep,
+    eps: float,
+    query_factor: float,
+) -> Tensor:
+    """Make queries [T, H, D], and write keys and values, by kernels."""
+    num_kv_heads, head_dim = kv[0].shape[2:]
+    num_heads = projected.shape[1] // head_dim - 2 * num_kv_heads
+    if weights.row_scale is not None:
+        first = 0
+        for scale in weights.row_scale:
+            part = projected[:, first : first + scale.shape[0]]
+            add_rms_norm(part, None, scale, eps, out=part)
+            first += scale.shape[0]
+    cos, signed_sin = step.rotary or (None, None)
+    return attention_inputs(
+        projected,
+        weights.head_scale,
+        cos,
+        signed_sin,
+        step.slots,
+        *kv,
+        eps,
+        num_heads=num_heads,
+        query_factor=query_factor,
+    )
 
 
 def attention_shapes(prefix: str, config: ModelConfig, in_width: int | None = None) -> Shapes:

@@ -15,9 +15,29 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace.models.batch import Kernels, KnownRow, StepBatch, VerifyRows
+    from headrace.models.config import ModelConfig
     from headrace.models.layers.row_plan import RowPlan
     from headrace.models.model import HybridModel
     from headrace.ops.paged_prefill import PrefillTiles
+
+
+_MIN_HEAD, _MAX_HEAD = 16, 256
+"""Head sizes of attention that its kernels are compiled for in the tests."""
+
+_MAX_GROUP = 32
+"""Query heads for each KV head that fit a tile of a prompt, in any dtype."""
+
+
+def head_obstacle(config: ModelConfig) -> str | None:
+    """Return why the kernels cannot attend with a model's heads, or None if they can."""
+    head_dim, group = config.head_dim, config.num_attention_heads // config.num_kv_heads
+    if head_dim & (head_dim - 1):
+        return f"head_dim is {head_dim}, and the kernels need a power of 2"
+    if not _MIN_HEAD <= head_dim <= _MAX_HEAD:
+        return f"head_dim is {head_dim}, and the kernels need {_MIN_HEAD}..{_MAX_HEAD}"
+    if group > _MAX_GROUP:
+        return f"a KV head has {group} query heads, and the kernels take {_MAX_GROUP} at most"
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

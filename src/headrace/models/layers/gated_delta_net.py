@@ -269,11 +269,11 @@ def _mix_split(
         )
     if plan.prompts is not None:
         gated_delta_prefill(*given, plan.prompts, plan.out)
-    if plan.recomputed is not None:
-        again = plan.recomputed
-        own = projected.index_select(0, again.tokens)
-        mixed = _mix(own, weights, sizes, cache, index, again.plan)
-        plan.out.index_copy_(0, again.tokens, mixed)
+    if plan.others is not None:
+        others = plan.others
+        own = projected.index_select(0, others.tokens)
+        mixed = _mix(own, weights, sizes, cache, index, others.plan)
+        plan.out.index_copy_(0, others.tokens, mixed)
     return plan.out
 
 

@@ -11,10 +11,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
+from headrace.models.batch import ReplayMetadata
 from headrace.models.layers.recurrence import convolved_group, recur
+from headrace.models.layers.split_plan import SplitPlan
 from headrace.models.layers.windowed_conv import ConvPools, ConvWeights, windowed_conv
 from headrace.ops.activations import silu, softplus
+from headrace.ops.gated_delta_decode import Ring
 from headrace.ops.linear import linear
+from headrace.ops.mamba2_decode import MAX_PART, MixerWeights, mamba2_decode
 from headrace.ops.mamba2_scan import mamba2_scan
 from headrace.ops.mamba2_step import mamba2_step
 from headrace.ops.rms_norm import rms_norm
@@ -23,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace.models.batch import StateCache, StateGroupSpec
+    from headrace.models.layers.split_plan import GeneratingRows
     from headrace.models.layers.state_plan import StatePlan
 
 
@@ -62,6 +67,16 @@ class Mamba2Sizes:
     def update_width(self) -> int:
         """What the state takes of a token: B, dt * x, log decay."""
         return self.shared + self.inner + self.num_heads
+
+    @property
+    def kernel_obstacle(self) -> str | None:
+        """Why the kernels cannot run layers of these sizes, or None if they can."""
+        for name, size in (("head", self.head_dim), ("state", self.state_dim)):
+            if size & (size - 1):
+                return f"the {name} size of Mamba-2 is {size}, and the kernels need a power of 2"
+        if self.inner > MAX_PART:
+            return f"Mamba-2 layers are {self.inner} wide, and the kernels can norm {MAX_PART}"
+        return None
 
     def state_group(
         self, layers: tuple[int, ...], max_drafts: int, dtype: str, state_dtype: str
@@ -164,7 +179,7 @@ def mamba2(
     *,
     cache: StateCache,
     index: int,
-    plan: StatePlan,
+    plan: StatePlan | SplitPlan,
 ) -> Tensor:
     """Run one layer over the packed tokens of a step and update its states.
 
@@ -179,13 +194,93 @@ def mamba2(
     Returns:
         [T, C].
     """
-    tokens, heads = x.shape[0], (sizes.num_heads, sizes.head_dim)
     projected = linear(x, weights.in_proj)
     if weights.in_scale is not None:
         projected = (projected * weights.in_scale).to(x.dtype)
-    gate, inputs, dt = projected.split_with_sizes(
-        (sizes.inner, sizes.channels, sizes.num_heads), -1
+    if isinstance(plan, SplitPlan):
+        mixed = _mix_split(projected, weights, sizes, cache, index, plan)
+    else:
+        mixed = _mix(projected, weights, sizes, cache, index, plan)
+    return linear(mixed, weights.out_proj)
+
+
+def _mix_split(
+    projected: Tensor,
+    weights: Mamba2Weights,
+    sizes: Mamba2Sizes,
+    cache: StateCache,
+    index: int,
+    plan: SplitPlan,
+) -> Tensor:
+    """Run the mixer between its projections, generating rows in kernels, [T, H*P]."""
+    if plan.generating is not None:
+        _decode(projected, weights, sizes, cache, index, plan.generating, plan.out)
+    if plan.others is not None:
+        others = plan.others
+        own = projected.index_select(0, others.tokens)
+        mixed = _mix(own, weights, sizes, cache, index, others.plan)
+        plan.out.index_copy_(0, others.tokens, mixed)
+    return plan.out
+
+
+def _decode(
+    projected: Tensor,
+    weights: Mamba2Weights,
+    sizes: Mamba2Sizes,
+    cache: StateCache,
+    index: int,
+    rows: GeneratingRows,
+    out: Tensor,
+) -> None:
+    """Run the mixer of generating rows in kernels; writes their tokens of out [T, H*P]."""
+    gate, inputs, dt = _split(projected, sizes)
+    ring = None
+    if isinstance(rows.states, ReplayMetadata):
+        ring = Ring(
+            inputs=cache.ring["conv_input"][index],
+            updates=cache.ring["update"][index],
+            interval=rows.states.interval,
+        )
+    mamba2_decode(
+        inputs,
+        gate,
+        dt,
+        MixerWeights(
+            conv=weights.conv.taps,
+            conv_bias=weights.conv.bias,
+            dt_bias=weights.dt_bias,
+            decay_rate=weights.decay_rate,
+            skip=weights.skip[:, 0],
+            norm=weights.norm,
+            norm_eps=sizes.norm_eps,
+            gates_after_norm=sizes.gates_after_norm,
+        ),
+        cache.state["window"][index],
+        cache.state["recurrent"][index],
+        rows.token_index,
+        rows.query_lens,
+        rows.states,
+        out,
+        ring=ring,
     )
+
+
+def _split(projected: Tensor, sizes: Mamba2Sizes) -> tuple[Tensor, ...]:
+    """Split what the input projection gave to gate, conv inputs and time steps."""
+    return projected.split_with_sizes((sizes.inner, sizes.channels, sizes.num_heads), -1)
+
+
+def _mix(
+    projected: Tensor,
+    weights: Mamba2Weights,
+    sizes: Mamba2Sizes,
+    cache: StateCache,
+    index: int,
+    plan: StatePlan,
+) -> Tensor:
+    """Run the mixer between its projections in PyTorch operations, [T, H*P]."""
+    tokens, heads = projected.shape[0], (sizes.num_heads, sizes.head_dim)
+    gate, inputs, dt = _split(projected, sizes)
     mixed = silu(windowed_conv(inputs, weights.conv, ConvPools.of_layer(cache, index), plan))
     own, b, c = mixed.split_with_sizes((sizes.inner, sizes.shared, sizes.shared), -1)
     own = own.reshape(tokens, *heads)
@@ -200,7 +295,7 @@ def mamba2(
     )
     out = functional.pad(out, (0, 0, 0, tokens - out.shape[0]))
     out = (out.view(tokens, *heads) + own * weights.skip).view(tokens, sizes.inner)
-    return linear(_gate(out, gate, weights, sizes).to(x.dtype), weights.out_proj)
+    return _gate(out, gate, weights, sizes).to(projected.dtype)
 
 
 def _gate(out: Tensor, gate: Tensor, weights: Mamba2Weights, sizes: Mamba2Sizes) -> Tensor:

@@ -1,7 +1,8 @@
 """A step of recurrent layers whose rows go through kernels, by where their tokens come from.
 
-Generating rows and prompts have a kernel each. Generated tokens that are computed again after a
-preemption are few steps of many tokens; those go through PyTorch operations.
+Generating rows have a kernel, and prompts in some families. Generated tokens that are computed
+again after a preemption are few steps of many tokens; those go through PyTorch operations, and so
+do prompts of the other families.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class GeneratingRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RecomputedRows:
-    """Rows of generated tokens that are computed again.
+class OtherRows:
+    """Rows that PyTorch operations compute.
 
     Attributes:
         tokens: Their packed tokens, [..] i64.
@@ -63,21 +64,21 @@ class SplitPlan:
     Attributes:
         generating: Rows of the kernel for generated tokens, or None.
         prompts: Rows of the kernel for prompts, or None.
-        recomputed: Rows without a kernel, or None.
+        others: Rows without a kernel, or None.
         out: What each layer of the group in turn writes its real tokens' outputs to, [T, O]. Made
             once a step, as zeros: those of padding stay.
     """
 
     generating: GeneratingRows | None
     prompts: PrefillRows | None
-    recomputed: RecomputedRows | None
+    others: OtherRows | None
     out: Tensor
 
 
 def plan_split(
     batch: StepBatch, group: int, cache: StateCache, conv_kernel: int, out: Tensor
 ) -> SplitPlan:
-    """Compute a group's indices once for all its layers.
+    """Compute a group's indices once for all its layers, whose prompts have a kernel.
 
     Args:
         batch: The step.
@@ -89,19 +90,37 @@ def plan_split(
     Returns:
         The plan.
     """
-    generating = None
-    if batch.verify is not None:
-        generating = GeneratingRows(
-            token_index=batch.verify.token_index,
-            query_lens=batch.verify.query_lens,
-            states=batch.verify.states[group],
-        )
     again = tuple(row for row in batch.known if row.path == "step")
     return SplitPlan(
-        generating=generating,
+        generating=_plan_generating(batch, group),
         prompts=_plan_prompts(batch, group),
-        recomputed=_plan_recomputed(batch, again, group, cache, conv_kernel) if again else None,
+        others=_plan_others(batch, again, group, cache, conv_kernel) if again else None,
         out=out,
+    )
+
+
+def plan_generating_split(
+    batch: StepBatch, group: int, cache: StateCache, conv_kernel: int, out: Tensor
+) -> SplitPlan:
+    """Compute a group's indices where generating rows have a kernel and prompts have none.
+
+    The arguments are those of `plan_split`.
+    """
+    known = batch.known
+    return SplitPlan(
+        generating=_plan_generating(batch, group),
+        prompts=None,
+        others=_plan_others(batch, known, group, cache, conv_kernel) if known else None,
+        out=out,
+    )
+
+
+def _plan_generating(batch: StepBatch, group: int) -> GeneratingRows | None:
+    rows = batch.verify
+    if rows is None:
+        return None
+    return GeneratingRows(
+        token_index=rows.token_index, query_lens=rows.query_lens, states=rows.states[group]
     )
 
 
@@ -125,13 +144,13 @@ def _plan_prompts(batch: StepBatch, group: int) -> PrefillRows | None:
     return made.on_device(torch.tensor(made.numbers, dtype=torch.int32, device=device))
 
 
-def _plan_recomputed(
+def _plan_others(
     batch: StepBatch,
     rows: tuple[KnownRow, ...],
     group: int,
     cache: StateCache,
     conv_kernel: int,
-) -> RecomputedRows:
+) -> OtherRows:
     device = batch.token_ids.device
     tokens = torch.cat(
         [
@@ -153,4 +172,4 @@ def _plan_recomputed(
         known=tuple(packed),
     )
     plan = plan_states(alone, None, group, cache, conv_kernel)
-    return RecomputedRows(tokens=tokens, plan=plan)
+    return OtherRows(tokens=tokens, plan=plan)
