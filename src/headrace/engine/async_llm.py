@@ -196,6 +196,12 @@ class AsyncLLM:
         """Forget every cached prefix."""
         await self._call(self._engine.reset_prefix_cache)
 
+    async def cached_prefixes(self, limit: int) -> list[bytes]:
+        """Chain keys of prefixes that prompts can resume from, at most `limit`, newest first."""
+        found: list[bytes] = []
+        await self._call(lambda: found.extend(self._engine.cached_prefixes(limit)))
+        return found
+
     async def pins(self) -> dict[str, dict[str, int]]:
         """KV blocks and checkpoints that are spared from eviction, by the name of the pin."""
         found: dict[str, dict[str, int]] = {}

@@ -21,7 +21,7 @@ from collections import Counter, OrderedDict, deque
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 NULL_BLOCK = 0
 _GHOSTS = 65536
@@ -239,6 +239,10 @@ class BlockPool:
     def lookup(self, key: bytes) -> CacheEntry | None:
         """The published block of a key, without taking it."""
         return self._entries.get(key)
+
+    def newest_keys(self) -> Iterator[bytes]:
+        """Keys of published blocks, the one published last first."""
+        return reversed(self._entries)
 
     def lookup_run(self, keys: Iterable[bytes], *, exact_only: bool) -> list[int]:
         """Blocks of the first keys that have one, up to the first that has not.

@@ -218,6 +218,10 @@ class Engine:
         """Forget every cached prefix; running sequences are computed again."""
         self.scheduler.reset_prefix_cache()
 
+    def cached_prefixes(self, limit: int) -> list[bytes]:
+        """Chain keys of prefixes that prompts can resume from, at most `limit`, newest first."""
+        return self.scheduler.cache.resumable_keys(limit)
+
     def pins(self) -> dict[str, dict[str, int]]:
         """KV blocks and checkpoints that are spared from eviction, by the name of the pin."""
         held = self.scheduler.cache.held()

@@ -162,13 +162,13 @@ def load_parts(
     if runtime is None:
         runtime = rt.Runtime.create(config.rt_backend, device=config.device, seed=config.seed)
     text_folder = folder if has_text else None
-    tokenizer = _tokenizer(config, text_folder) if has_text else None
+    tokenizer = load_tokenizer(config, text_folder) if has_text else None
     return assemble(
         config, model, model_config, runtime, scheme, sizes, speculation,
         draft_model=draft_model,
         draft_kernels=draft_kernels,
         tokenizer=tokenizer,
-        chat_template=_template(text_folder, tokenizer),
+        chat_template=load_template(text_folder, tokenizer),
         generation_defaults=(
             GenerationDefaults.from_folder(folder) if folder is not None else
             GenerationDefaults(eos_token_ids=model_config.eos_token_ids)
@@ -761,13 +761,15 @@ def _bytes(tensors: tuple[StateTensorSpec, ...], layers: int) -> int:
     return layers * sum(sizes)
 
 
-def _tokenizer(config: EngineConfig, folder: Path | None) -> Tokenizer | None:
+def load_tokenizer(config: EngineConfig, folder: Path | None) -> Tokenizer | None:
+    """The tokenizer of a model folder, or the one that the config names instead."""
     if config.tokenizer is not None:
         return text.Tokenizer.from_folder(config.tokenizer)
     return text.Tokenizer.from_folder_if_present(folder) if folder is not None else None
 
 
-def _template(folder: Path | None, tokenizer: Tokenizer | None) -> ChatTemplate | None:
+def load_template(folder: Path | None, tokenizer: Tokenizer | None) -> ChatTemplate | None:
+    """The chat template of a model folder, if it has one."""
     if folder is None:
         return None
     special = None if tokenizer is None else tokenizer.special_tokens

@@ -14,6 +14,7 @@ import struct
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -279,6 +280,27 @@ class PrefixCache:
             self.kv_pool.clear_cache()
         for pool in self.state_pools:
             pool.clear_cache()
+
+    def resumable_keys(self, limit: int) -> list[bytes]:
+        """Keys of boundaries at which a prompt finds its states and the KV block before them.
+
+        An earlier KV block may be gone, so a prompt with such a key mostly hits, not always.
+
+        Args:
+            limit: Most keys, those published last.
+        """
+        pools = self._pools()
+        if not self.is_enabled or not pools:
+            return []
+        found = (key for key in pools[-1].newest_keys() if self._is_in_all(pools, key))
+        return list(islice(found, limit))
+
+    def _is_in_all(self, pools: list[BlockPool], key: bytes) -> bool:
+        for pool in pools:
+            entry = pool.lookup(key)
+            if entry is None or (self.is_bitwise and entry.is_generated):
+                return False
+        return True
 
     def _kv_run(self, keys: list[bytes], limit: int) -> list[int] | None:
         """Usable KV blocks from the start, of at most `limit` tokens; None without attention."""

@@ -218,3 +218,29 @@ def test_b20_random_walks_agree_with_a_model_of_exact_prefixes() -> None:
         if rng.random() < 0.01:
             cache.clear()
     assert reached > 100, "the walk must hit often to mean anything"
+
+
+def test_a_prefix_is_resumable_where_attention_and_every_group_have_it() -> None:
+    pools = Pools()
+    pools.put_kv(TOKENS[:24])
+    pools.put_state(TOKENS[:8])
+    pools.put_state(TOKENS[:16], groups=(1,))
+    pools.put_state(TOKENS[:24])
+    pools.put_state(TOKENS[:32])  # Without its KV.
+    keys = pools.keys(TOKENS)
+
+    assert pools.cache.resumable_keys(10) == [keys[5], keys[1]]  # The newest first.
+    assert pools.cache.resumable_keys(1) == [keys[5]]
+    pools.cache.is_enabled = False
+    assert pools.cache.resumable_keys(10) == []
+
+
+@pytest.mark.parametrize("is_bitwise", [True, False])
+def test_generated_prefixes_are_resumable_only_where_bits_are_not_promised(
+    *, is_bitwise: bool
+) -> None:
+    pools = Pools(is_bitwise=is_bitwise)
+    pools.put_kv(TOKENS[:8], is_generated=True)
+    pools.put_state(TOKENS[:8], is_generated=True)
+
+    assert len(pools.cache.resumable_keys(10)) == (0 if is_bitwise else 1)

@@ -48,21 +48,31 @@ class BodyReader:
         self._large.shutdown(wait=False, cancel_futures=True)
 
     async def read(self, request: Request, kind: type[BodyT]) -> BodyT:
-        """Read and check a request's body.
+        """Read and check a request's body; raises what `read_bytes` and `check` raise."""
+        return await self.check(await self.read_bytes(request), kind)
+
+    async def read_bytes(self, request: Request) -> bytes:
+        """Read a request's body.
 
         Raises:
             BodyTooLargeError: The body is over the limit; the rest of it is not read.
             BodyTooSlowError: It did not come in time.
-            RequestError: It is not JSON or has too many values, or a field has the wrong type.
         """
         try:
             async with asyncio.timeout(self._timeout_s):
-                data = await self._bytes(request)
+                return await self._bytes(request)
         except TimeoutError:
             raise BodyTooSlowError(
                 f"the body did not come within {self._timeout_s:g} s; send it faster, or raise "
                 "body_timeout_s"
             ) from None
+
+    async def check(self, data: bytes, kind: type[BodyT]) -> BodyT:
+        """Check a body that has been read.
+
+        Raises:
+            RequestError: It is not JSON or has too many values, or a field has the wrong type.
+        """
         if len(data) > _LARGE_BYTES:
             loop = asyncio.get_running_loop()
             body = await loop.run_in_executor(self._large, _read_large, data, kind)

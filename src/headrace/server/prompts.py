@@ -6,15 +6,15 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from headrace.errors import RequestError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from headrace.server.engine import ServedEngine
-    from headrace.text import Tokenizer
+    from headrace.server.protocol import ChatBody
+    from headrace.text import ChatTemplate, Tokenizer
 
 _LARGE_CHARS = 1 << 16
 _PROBE_CHARS_PER_TOKEN = 8
@@ -36,14 +36,41 @@ class Prompt:
     text: str | None
 
 
+class PromptModel(Protocol):
+    """What must be known of a model to read its prompts; an engine is one.
+
+    Attributes:
+        model_name: Name that clients use.
+        max_model_len: Most tokens in a sequence, prompt and output.
+        vocab_size: Token ids are below it.
+    """
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """Text to tokens; None for a model that takes tokens only."""
+
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        """Conversation to text."""
+
+    @property
+    def model_name(self) -> str: ...  # noqa: D102
+
+    @property
+    def max_model_len(self) -> int: ...  # noqa: D102
+
+    @property
+    def vocab_size(self) -> int: ...  # noqa: D102
+
+
 class PromptReader:
     """Tokenises and renders in threads: small texts never wait for a huge one.
 
     Args:
-        engine: Its tokenizer, template and limits are used.
+        engine: The model: its tokenizer, template and limits are used.
     """
 
-    def __init__(self, engine: ServedEngine) -> None:
+    def __init__(self, engine: PromptModel) -> None:
         self._engine = engine
         self._small = ThreadPoolExecutor(2, thread_name_prefix="headrace-text")
         self._large = ThreadPoolExecutor(1, thread_name_prefix="headrace-long-text")
@@ -132,6 +159,20 @@ class PromptReader:
         text = await self._run(render, _size_of(messages, tools, documents, template_kwargs))
         ids = await self.tokenise(text, add_special_tokens=False, param="messages")
         return Prompt(ids, text)
+
+    async def of_chat_body(self, body: ChatBody) -> Prompt:
+        """Render and tokenise the conversation of a checked body; raises as `of_chat` does."""
+        kwargs = dict(body.chat_template_kwargs or {})
+        if body.reasoning_effort is not None:
+            kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+        return await self.of_chat(
+            body.messages,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            tools=body.tools,
+            documents=body.documents,
+            template_kwargs=kwargs,
+            continue_final_message=bool(body.continue_final_message),
+        )
 
     async def tokenise(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
         """Token ids of a text.

@@ -32,7 +32,7 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-async def _unless_gone(work: asyncio.Task[None], receive: Receive) -> None:
+async def unless_gone(work: asyncio.Task[None], receive: Receive) -> None:
     """Wait for the work, cancelling it if the client goes away first."""
     watch = asyncio.create_task(_gone(receive))
     try:
@@ -73,7 +73,7 @@ class JsonReply(Response):
                 response = error_response(_logged(error, scope), scope["path"])
             await response(scope, receive, send)
 
-        await _unless_gone(asyncio.create_task(answer()), receive)
+        await unless_gone(asyncio.create_task(answer()), receive)
 
 
 class StreamReply(Response):
@@ -122,7 +122,7 @@ class StreamReply(Response):
                 await self._events.aclose()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-        await _unless_gone(asyncio.create_task(pump()), receive)
+        await unless_gone(asyncio.create_task(pump()), receive)
 
 
 def _logged(error: Exception, scope: Scope) -> Exception:

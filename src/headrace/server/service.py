@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from headrace.server.items import ItemAnswer
     from headrace.server.messages import CountTokensBody, MessagesBody
     from headrace.server.metrics import Metrics
-    from headrace.server.prompts import Prompt
     from headrace.server.protocol import ChatBody, CompletionBody, SamplingBody, TokenizeBody
     from headrace.server.responses import ResponsesBody
     from headrace.server.settings import ServerSettings
@@ -151,7 +150,7 @@ class Service:
         """Tokens of a conversation in the form of the Messages API."""
         self.check_model(body.model)
         chat = await self.prompts.convert(partial(messages.chat_of, body), body.messages)
-        prompt = await self._chat_prompt(chat)
+        prompt = await self.prompts.of_chat_body(chat)
         return {"input_tokens": len(prompt.token_ids)}
 
     async def complete(self, body: CompletionBody) -> Response:
@@ -236,7 +235,7 @@ class Service:
             )
 
         params, wish = await self.prompts.convert(read, vars(body))
-        prompt = await self._chat_prompt(body)
+        prompt = await self.prompts.of_chat_body(body)
         self.prompts.check_length(prompt.token_ids, param="messages")
         form = wish.form(
             self.dialect, self.prompts.tokenizer, prompt.text or "",
@@ -246,19 +245,6 @@ class Service:
         limit = self.engine.max_model_len
         num_tokens = len(prompt.token_ids)
         return Work(prompt, cut_to_context(params, num_prompt_tokens=num_tokens, limit=limit)), form
-
-    async def _chat_prompt(self, body: ChatBody) -> Prompt:
-        kwargs = dict(body.chat_template_kwargs or {})
-        if body.reasoning_effort is not None:
-            kwargs.setdefault("reasoning_effort", body.reasoning_effort)
-        return await self.prompts.of_chat(
-            body.messages,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            tools=body.tools,
-            documents=body.documents,
-            template_kwargs=kwargs,
-            continue_final_message=bool(body.continue_final_message),
-        )
 
     def _answer_arguments(self, request_id: str, work: Work, form: OutputForm) -> dict[str, Any]:
         return {
