@@ -47,6 +47,8 @@ UNFIT = (
     "headrace check --seeds 1000",          # the same as the line above it, for an hour
     "python benchmarks/h200_table.py",      # of a GPU; tests/bench has a test of it
     "python tools/family_table.py",         # writes into the README; a test keeps that true
+    "headrace deploy nano",                 # needs headrace[ray]; `pytest -m distributed` runs it
+    "python examples/deploy/chaos.py",      # the same
     "pytest tests/matrix -k lfm2",          # minutes long, and a part of `pytest -m full`
 )
 SMALLER = {

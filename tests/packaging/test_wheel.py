@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "headrace"
 # Module to distribution, where the two differ.
 DISTRIBUTION = {"prometheus_client": "prometheus-client", "yaml": "pyyaml"}
-OPTIONAL = {"httpx", "huggingface_hub", "opentelemetry", "xgrammar"}
+OPTIONAL = {"httpx", "huggingface_hub", "opentelemetry", "ray", "xgrammar"}
 TEST_FILES = re.compile(r"test_\w*\.py|conftest\.py|pytest_plugin\.py|testing\.py")
 
 

@@ -25,6 +25,7 @@ _COMMANDS = {
     "run": ("headrace.cli.run:run", "Answer one prompt."),
     "chat": ("headrace.cli.chat:chat", "Talk with a model."),
     "serve": ("headrace.cli.serve:serve", "Serve a model over HTTP."),
+    "deploy": ("headrace.cli.deploy:deploy", "Several replicas behind one address, through Ray."),
     "top": ("headrace.cli.top:top", "A server's figures, live in the terminal."),
     "trace": ("headrace.cli.trace:trace", "Some steps of a server or an engine, for Perfetto."),
     "demo": ("headrace.cli.demo:demo", "Answer five prompts and check the answers."),

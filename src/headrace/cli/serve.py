@@ -72,15 +72,12 @@ def serve(
     del config
     # Imports FastAPI and the engine.
     from headrace.server.app import serve as serve_http  # noqa: PLC0415
-    from headrace.server.settings import ServerSettings, keys_of_file  # noqa: PLC0415
+    from headrace.server.settings import ServerSettings  # noqa: PLC0415
 
-    keys = tuple(part.strip() for value in api_key for part in value.split(","))
-    if api_key_file is not None:
-        keys += keys_of_file(api_key_file)
     settings = ServerSettings(
         host=host,
         port=port,
-        api_keys=keys,
+        api_keys=read_keys(api_key, api_key_file),
         max_body_bytes=max_body_bytes,
         max_concurrent_requests=max_concurrent_requests,
         body_timeout_s=body_timeout,
@@ -99,3 +96,16 @@ def serve(
     )
     serve_http(engine_config(engine, positional_model=model), settings=settings)
     return 0
+
+
+def read_keys(values: tuple[str, ...], file: Path | None) -> tuple[str, ...]:
+    """API keys of `--api-key` and `--api-key-file`.
+
+    Raises:
+        ConfigError: The file cannot be read, or has no key.
+    """
+    # Imports dialects.
+    from headrace.server.settings import keys_of_file  # noqa: PLC0415
+
+    keys = tuple(part.strip() for value in values for part in value.split(","))
+    return keys + (keys_of_file(file) if file is not None else ())
