@@ -197,8 +197,8 @@ CASES = (
     ("1 x 8192", 1, 8192, False),
     ("32 x 128 with states", 32, 128, True),
 )
-SWEEP: tuple[tuple[int, int, int], ...] = ((64, 2, 4), (64, 2, 8), (32, 2, 4), (32, 3, 4))
-"""Values of a program along a row, stages of its loads, warps; the first is the default."""
+SWEEP: tuple[tuple[int, int, int], ...] = ((32, 2, 4), (32, 3, 4), (64, 2, 4))
+"""Values of a program along a row, stages of its loads, warps."""
 SWEPT = ("2 x 4096", "1 x 8192")
 
 
@@ -254,12 +254,18 @@ def bench_prefill(rate: float) -> list[dict[str, Any]]:
 def sweep(name: str, launches: prefill.Launches, floor: float) -> list[dict[str, Any]]:
     """The launch along rows with other tiles."""
     results = []
-    defaults = prefill.VALUES, prefill.STAGES, prefill.ALONG_WARPS, prefill.MIN_PROGRAMS
-    prefill.MIN_PROGRAMS = 0
-    for prefill.VALUES, prefill.STAGES, prefill.ALONG_WARPS in SWEEP:
-        sizes = f"{prefill.VALUES}, {prefill.STAGES}, {prefill.ALONG_WARPS}"
+    names = "VALUES", "STAGES", "ALONG_WARPS", "STAGES_ALONE"
+    defaults = [getattr(prefill, name) for name in names]
+    for values, stages, warps in SWEEP:
+        _set(names, (values, stages, warps, stages))
+        sizes = f"{values}, {stages}, {warps}"
         results.append(
             report(name, "along", time_us(launches.along), floor, values_stages_warps=sizes)
         )
-    prefill.VALUES, prefill.STAGES, prefill.ALONG_WARPS, prefill.MIN_PROGRAMS = defaults
+    _set(names, defaults)
     return results
+
+
+def _set(names: Sequence[str], values: Sequence[int]) -> None:
+    for name, value in zip(names, values, strict=True):
+        setattr(prefill, name, value)

@@ -28,14 +28,17 @@ TOKENS, NUM_WARPS = 32, 4
 WINDOW_BLOCK = 1024
 """Channels of a program that writes a window."""
 
-VALUES, STAGES, ALONG_WARPS = 64, 2, 4
-"""Values of a head in one program along a row, how far its loads run ahead, and its warps."""
+VALUES, ALONG_WARPS = 32, 4
+"""Values of a head in one program along a row, and its warps. However many rows a step has: a row's
+bits never depend on its company."""
 
 FLOAT_VALUES = 16
 """The same for float32 inputs, whose products take three times the registers."""
 
-MIN_PROGRAMS, LEAST_VALUES = 128, 16
-"""With fewer programs along rows than this, a program has half as many values, but so many."""
+STAGES, STAGES_ALONE, ALONE = 2, 3, 132
+"""Pieces in memory at a time along a row, the one in work included; more where no more programs
+than ALONE run, so that each has a processor and its memory for itself. When loads are made does not
+change the order of a sum, so neither a bit."""
 
 
 def gated_delta_prefill(
@@ -185,8 +188,7 @@ class Launches:
         num_rows = self.rows.rows.shape[0]
         is_half = self.mixed.dtype == torch.bfloat16
         values = min(VALUES if is_half else FLOAT_VALUES, v_dim)
-        if num_rows * hv * (v_dim // values) < MIN_PROGRAMS:
-            values = min(values, max(values // 2, LEAST_VALUES))
+        is_alone = num_rows * hv * (v_dim // values) <= ALONE
         launch_kernel(
             prefill_along_kernel,
             (num_rows, hv, v_dim // values),
@@ -208,7 +210,7 @@ class Launches:
             PRECISION=self._precision(),
             IS_INTERPRETED=is_interpreted(),
             # A piece in float32 takes twice the shared memory.
-            STAGES=STAGES if is_half else 1,
+            STAGES=(STAGES_ALONE if is_alone else STAGES) if is_half else 1,
             num_warps=ALONG_WARPS,
         )
 

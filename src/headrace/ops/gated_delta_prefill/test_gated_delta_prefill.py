@@ -42,7 +42,8 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
     # Several tiles for each head, several programs for each window.
     monkeypatch.setattr(fused, "VALUES", 8)
-    monkeypatch.setattr(fused, "MIN_PROGRAMS", 0)
+    # A row by itself has fewer than this, two rows have more.
+    monkeypatch.setattr(fused, "ALONE", 15)
     monkeypatch.setattr(fused, "WINDOW_BLOCK", 64)
     return fused
 
