@@ -54,6 +54,14 @@ class EngineConfig:
         scan_grid: Tokens between absolute scan points; 64 outside tests.
         checkpoint_retention: latest, every:N or all.
         max_pinned_share: Most of each pool that requests may spare from eviction, in [0, 1].
+        state_store: Folder in which prefixes outlive the process; processes of one machine may
+            share it. None keeps no files.
+        state_store_memory: Bytes of host memory for prefixes that the device had to give up; None
+            means 1 GiB with state_store and none without.
+        state_store_disk: Most bytes of the files in state_store, of all models together; None
+            means 16 GiB.
+        state_store_step_bytes: Most bytes of KV, and of states, that a step brings to the store or
+            takes from it; None means 32 MiB on a GPU and 8 MiB on a CPU.
         batch_layout: slots or compact.
         state_scheme: auto, columns or replay; auto takes what was measured to be faster.
         replay_interval: Tokens between base writes of the replay scheme; None picks by device.
@@ -90,6 +98,10 @@ class EngineConfig:
     scan_grid: int = GRID
     checkpoint_retention: str = "latest"
     max_pinned_share: float = 0.5
+    state_store: str | None = None
+    state_store_memory: int | None = None
+    state_store_disk: int | None = None
+    state_store_step_bytes: int | None = None
     batch_layout: Literal["slots", "compact"] = "slots"
     state_scheme: Literal["auto", "columns", "replay"] = "auto"
     replay_interval: int | None = None
@@ -108,7 +120,7 @@ class EngineConfig:
         Raises:
             ConfigError: A value is of the wrong type, or is none of those there are.
         """
-        for name in ("model", "tokenizer"):
+        for name in ("model", "tokenizer", "state_store"):
             path: object = getattr(self, name)
             if isinstance(path, os.PathLike):
                 object.__setattr__(self, name, os.fspath(path))
@@ -120,7 +132,10 @@ class EngineConfig:
                 raise ConfigError(f"{name} is {value} but must be at least {least}")
 
 
-_LEAST = {"num_kv_blocks": 1, "num_state_blocks": 1, "scan_grid": 1, "max_waiting": 1}
+_LEAST = {
+    "num_kv_blocks": 1, "num_state_blocks": 1, "scan_grid": 1, "max_waiting": 1,
+    "state_store_memory": 0, "state_store_disk": 1, "state_store_step_bytes": 1,
+}  # fmt: skip
 _KINDS: dict[object, tuple[tuple[type, ...], str]] = {
     str: ((str,), "text"), int: ((int,), "an integer"), float: ((int, float), "a number"),
     bool: ((bool,), "True or False"), type(None): ((type(None),), "None"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -75,7 +76,8 @@ def workload_of(fault: EngineFault, seed: int) -> RealWorkload:
     made = generate_real(seed)
     config = replace(
         made.config, async_scheduling=True, num_kv_blocks=80, num_state_blocks=60, max_num_seqs=5,
-        max_num_batched_tokens=128, replay_interval=None, **{"graphs": "off", **fault.settings},
+        max_num_batched_tokens=128, replay_interval=None, state_store_memory=None,
+        **{"graphs": "off", **fault.settings},
     )
     requests = made.requests
     if fault.shares_prefix:
@@ -103,7 +105,7 @@ def workload_of(fault: EngineFault, seed: int) -> RealWorkload:
         requests = tuple(replace(one, num_tokens=9, abort_after=None) for one in requests)
     return replace(
         made, config=config, requests=requests, preempt_at=frozenset(), reset_at=frozenset(),
-        fork_at=frozenset(),
+        fork_at=frozenset(), has_files=False,
         model_seed=made.model_seed % NUM_MTP_MODELS,
     )
 
@@ -131,14 +133,16 @@ def run_once(
     runtime = rt.Runtime.create("sim", seed=schedule, policy=policy, checks=checks)
     failure = ""
     wrong: list[str] = []
-    try:
-        engine = make_engine(workload, runtime)
-        fault.detour(engine, is_faulty)
-        answers = serve(workload, engine)
-        runtime.finish()
-        wrong = wrong_answers(workload, answers)
-    except (rt.RtError, AssertionError, IndexError, RuntimeError, ValueError) as error:
-        failure = f"{type(error).__name__}: {error}"
+    with TemporaryDirectory() as folder:
+        try:
+            engine = make_engine(workload, runtime, folder)
+            fault.detour(engine, is_faulty)
+            answers = serve(workload, engine)
+            engine.close()
+            runtime.finish()
+            wrong = wrong_answers(workload, answers)
+        except (rt.RtError, AssertionError, IndexError, RuntimeError, ValueError) as error:
+            failure = f"{type(error).__name__}: {error}"
     return Run(tuple(runtime.reports), wrong, failure)
 
 

@@ -10,8 +10,9 @@ checkpoints come often.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -146,6 +147,7 @@ class RealWorkload:
         reset_at: Steps before which the prefix cache is reset.
         fork_at: Steps before which a sequence forks off a generating one that has no step in
             flight, if there is one.
+        has_files: Whether the state store keeps files, and nothing in memory.
     """
 
     config: EngineConfig
@@ -154,6 +156,7 @@ class RealWorkload:
     preempt_at: frozenset[int]
     reset_at: frozenset[int]
     fork_at: frozenset[int]
+    has_files: bool = False
 
 
 def generate_real(seed: int) -> RealWorkload:
@@ -163,6 +166,7 @@ def generate_real(seed: int) -> RealWorkload:
     grammars = random.Random(seed + 2)  # noqa: S311
     captures = random.Random(seed + 3)  # noqa: S311
     asks = random.Random(seed + 4)  # noqa: S311
+    stores = random.Random(seed + 5)  # noqa: S311
     drafter = rng.choice(
         ["none", "scripted:1", "scripted:3", "scripted:5", "ngram:3", "mtp:2", "draft:x:2"]
     )
@@ -191,6 +195,13 @@ def generate_real(seed: int) -> RealWorkload:
         graphs=captures.choice(("on", "off")),
         check_invariants=True,
     )
+    has_store = config.prefix_cache == "align" and stores.random() < 0.6  # noqa: PLR2004
+    if has_store:
+        config = replace(
+            config,
+            state_store_memory=stores.choice([4096, 2**20]),
+            state_store_step_bytes=stores.choice([1, 2**10, 2**20]),
+        )
     shared = [rng.randrange(2, VOCAB) for _ in range(_MAX_LEN)]
     requests = []
     for _ in range(rng.randrange(3, 7)):
@@ -212,15 +223,23 @@ def generate_real(seed: int) -> RealWorkload:
                 abort_after=rng.randrange(0, 8) if rng.random() < 0.15 else None,  # noqa: PLR2004
             )
         )
-    requests.sort(key=lambda request: request.arrival)
     steps = range(1, 25)
+    # What the device has to give up comes back from the store, while it runs or when it is asked
+    # for again.
+    forgets = stores.sample(range(6, 40), 3) if has_store else []
+    for arrival in forgets:
+        longest = sorted(requests, key=lambda request: len(request.prompt))[-3:]
+        again = stores.choice(longest)
+        requests.append(replace(again, arrival=arrival, prompt_logprobs=None, abort_after=None))
+    requests.sort(key=lambda request: request.arrival)
     return RealWorkload(
         config=config,
         model_seed=rng.choice(_WITH_MTP if drafter.startswith("mtp") else range(_NUM_MODELS)),
         requests=tuple(requests),
         preempt_at=frozenset(rng.sample(steps, rng.choice([0, 0, 1, 2]))),
-        reset_at=frozenset(rng.sample(steps, rng.choice([0, 0, 0, 1]))),
+        reset_at=frozenset([*rng.sample(steps, rng.choice([0, 0, 0, 1])), *forgets]),
         fork_at=frozenset(forks.sample(steps, 8)),
+        has_files=has_store and stores.random() < 0.3,  # noqa: PLR2004
     )
 
 
@@ -255,8 +274,10 @@ class RealTarget:
         """See `Target.run`."""
         self.num_steady_steps = self.num_early_steps = 0
         workload = generate_real(seed)
-        engine = make_engine(workload, runtime)
-        answers = serve(workload, engine)
+        with TemporaryDirectory() as folder:
+            engine = make_engine(workload, runtime, folder)
+            answers = serve(workload, engine)
+            engine.close()
         runtime.finish()
         is_async = workload.config.async_scheduling
         self.num_steady_steps = engine.num_steady_steps if is_async else 0
@@ -267,13 +288,23 @@ class RealTarget:
         ]
 
 
-def make_engine(workload: RealWorkload, runtime: rt.Runtime) -> Engine:
-    """Build the engine of a workload on a runtime."""
+def make_engine(workload: RealWorkload, runtime: rt.Runtime, folder: str) -> Engine:
+    """Build the engine of a workload on a runtime.
+
+    Args:
+        workload: The workload.
+        runtime: The simulated device.
+        folder: For the files of its state store, if it has any.
+    """
     draft = model_of(workload.model_seed + _NUM_MODELS)
+    config = workload.config
+    if workload.has_files:
+        config = replace(config, state_store=folder, state_store_memory=0)
     parts = load_parts(
-        workload.config, model=model_of(workload.model_seed), draft_model=draft, runtime=runtime
+        config, model=model_of(workload.model_seed), draft_model=draft, runtime=runtime,
+        fingerprints=(f"tiny {workload.model_seed}",),
     )
-    return Engine(workload.config, parts=parts)
+    return Engine(config, parts=parts)
 
 
 @dataclass(slots=True)

@@ -34,7 +34,8 @@ _GROUPS = {
     ),
     CACHE: (
         "prefix_cache", "state_block_size", "checkpoint_retention", "max_pinned_share",
-        "state_scheme", "replay_interval",
+        "state_scheme", "replay_interval", "state_store", "state_store_memory",
+        "state_store_disk", "state_store_step_bytes",
     ),
     SCHEDULING: (
         "batch_layout", "speculative", "grammar_backend", "async_scheduling", "deterministic",

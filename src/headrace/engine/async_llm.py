@@ -301,6 +301,7 @@ class AsyncLLM:
             _LOG.critical("the engine died", exc_info=error)
         finally:
             self._bury()
+            self._engine.close()
 
     def _drain_commands(self, *, wait: bool) -> None:
         with contextlib.suppress(queue.Empty):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headrace.engine.load import load_parts
+from headrace.engine.prefix_cache import chain_keys, root_key
 from headrace.engine.request import Request
 from headrace.engine.sequence import Family, Sequence, Status
 from headrace.engine.tally import Tally
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from headrace.config import EngineConfig
     from headrace.engine.load import Parts
     from headrace.engine.scheduler import InFlightStep, SequenceUpdate
+    from headrace.engine.state_store.prefixes import StoredPrefixes
     from headrace.grammar import CompiledGrammar, Grammar
     from headrace.outputs import RequestOutput
     from headrace.sampling_params import SamplingParams
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
     from headrace.worker.worker import StepHandle
 
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_STORE_WAIT_S = 0.005
+"""Between two looks at what clients want, where all sequences wait for the state store."""
 _MAX_LISTED = 64
 """Sequences of a kind that `Engine.activity` lists."""
 
@@ -80,6 +84,7 @@ class Engine:
         self._was_busy = False
         self.num_early_enqueues = 0
         self.num_steady_steps = 0
+        self._stored = self.scheduler.stored
         self.timeline = Timeline()
         self.step_tokens = Tally(_STEP_TOKENS)
 
@@ -233,6 +238,48 @@ class Engine:
         """Let what a pin spares be evicted again; returns whether there was one."""
         return self.scheduler.cache.release(name)
 
+    def export_prefix(self, token_ids: Seq[int], cache_salt: str | None = None) -> bytes | None:
+        """What the state store has of a prompt, for another engine with the same weights.
+
+        Args:
+            token_ids: The prompt.
+            cache_salt: As in the request.
+
+        Returns:
+            An archive of its longest prefix (`headrace.engine.state_store.wire`), or None.
+
+        Raises:
+            RequestError: There is no state store.
+        """
+        stored = self._require_store()
+        size = self.config.block_size
+        keys = chain_keys(root_key(cache_salt), _as_ids(token_ids), size)
+        per_column = self.config.state_block_size // size
+        return stored.store.export(keys[per_column - 1 :: per_column])
+
+    def import_prefix(self, archive: bytes) -> tuple[int, dict[str, int]]:
+        """Take in what another engine's `export_prefix` gave: a request with its prompt then hits.
+
+        Returns:
+            Pieces taken, and pieces refused by reason: damaged, truncated, foreign, version.
+
+        Raises:
+            RequestError: There is no state store.
+        """
+        return self._require_store().store.take_archive(archive)
+
+    def close(self) -> None:
+        """Let what is on its way to the state store arrive; the engine takes no further step."""
+        if self._stored is not None:
+            self._stored.store.close()
+
+    def _require_store(self) -> StoredPrefixes:
+        if self._stored is None:
+            raise RequestError(
+                "there is no state store; start the engine with state_store or state_store_memory"
+            )
+        return self._stored
+
     def _hold(self, name: str, seq: Sequence) -> None:
         """Spare a prompt's checkpoints, if the bound allows it."""
         kv_keys, state_keys = self.scheduler.hold_keys(seq)
@@ -277,11 +324,16 @@ class Engine:
             self.num_early_enqueues += was_busy and bool(self._in_flight)
             handle = self.worker.execute(planned.output)
             self.scheduler.on_enqueued(planned)
+            if self._stored is not None and handle.saved is not None:
+                self._stored.take(planned.output.saves, handle.saved)
             self.timeline.enqueued(planned.output, begin_s=begin_s)
             self._in_flight.append((planned, handle))
             if len(self._in_flight) < self.parts.depth:
                 return []
         if not self._in_flight:
+            if planned is None and self._stored is not None:
+                # Whoever waits, waits for the state store.
+                self._stored.store.wait(_STORE_WAIT_S)
             return []
         step, handle = self._in_flight.popleft()
         wait_s = self.timeline.now()
@@ -456,6 +508,7 @@ class Engine:
                 "hit_tokens": cache.num_hit_tokens,
                 "missed_tokens": dict(cache.missed),
             },
+            "state_store": None if self._stored is None else self._stored.store.stats(),
             "draft_tokens": self.num_draft_tokens,
             "accepted_tokens": self.num_accepted_drafts,
             "drafted_by_position": list(self.drafted_by_position),

@@ -291,6 +291,7 @@ class LLM:
         with self._turn():
             self._drain()
             self._is_shut_down = True
+            self.engine.close()
 
     def __enter__(self) -> LLM:
         return self

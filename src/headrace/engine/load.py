@@ -10,6 +10,7 @@ import logging
 import math
 import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -19,6 +20,11 @@ from headrace.engine.block_pool import BlockPool
 from headrace.engine.draft_policy import DraftPolicy
 from headrace.engine.prefix_cache import PrefixCache
 from headrace.engine.scheduler import Scheduler, SchedulerLimits
+from headrace.engine.state_store.context import context_of
+from headrace.engine.state_store.folder import Folder
+from headrace.engine.state_store.prefixes import StoredPrefixes
+from headrace.engine.state_store.store import StateStore
+from headrace.engine.state_store.wire import Wire
 from headrace.errors import ConfigError
 from headrace.grammar.xgrammar_backend import check_installed
 from headrace.models.batch import ROW_TILE
@@ -26,7 +32,13 @@ from headrace.models.config import ModelConfig
 from headrace.models.registry import model_class
 from headrace.rt.kernels import has_triton, is_interpreted
 from headrace.text.generation import GenerationDefaults
-from headrace.weights import Shards, StoredWeights, quantization_of, read_config
+from headrace.weights import (
+    Shards,
+    StoredWeights,
+    quantization_of,
+    read_config,
+    weights_fingerprint,
+)
 from headrace.weights.resolve import resolve_model
 from headrace.worker.buffers import WorkerSizes
 from headrace.worker.graphs import logits_bytes
@@ -34,8 +46,6 @@ from headrace.worker.state_scheme import Columns, Replay
 from headrace.worker.worker import Worker
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from headrace.config import EngineConfig
     from headrace.models.batch import Kernels, StateGroupSpec, StateTensorSpec
     from headrace.text import ChatTemplate, Tokenizer
@@ -45,6 +55,10 @@ _LOG = logging.getLogger(__name__)
 _CPU_POOL_BYTES = 2 * 2**30
 _GPU_STEP_TOKENS, _CPU_STEP_TOKENS = 8192, 1024
 _CHECKPOINTS_PER_SEQUENCE = 2
+_STORE_MEMORY_BYTES, _STORE_DISK_BYTES = 2**30, 16 * 2**30
+_GPU_STORE_STEP_BYTES, _CPU_STORE_STEP_BYTES = 32 * 2**20, 8 * 2**20
+_STORE_FRAMES = 5
+"""Rows on their way to or from the state store that the device has room for, in steps."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.bfloat16}
 
 
@@ -108,6 +122,7 @@ def load_parts(
     draft_model: Any = None,  # noqa: ANN401
     runtime: rt.Runtime | None = None,
     has_text: bool = True,
+    fingerprints: tuple[str, ...] = (),
 ) -> Parts:
     """Load a model and build an engine around it.
 
@@ -118,6 +133,8 @@ def load_parts(
         runtime: A runtime that exists already (the checker's).
         has_text: Whether prompts or answers will be text; without, neither the tokenizer nor the
             chat template is read, and their libraries are not needed.
+        fingerprints: Names of the weights, and of the draft model's, for the state store; made of
+            the folders where the models are loaded from those.
 
     Raises:
         ConfigError: Settings contradict each other or do not fit this machine.
@@ -161,6 +178,10 @@ def load_parts(
     )
     if runtime is None:
         runtime = rt.Runtime.create(config.rt_backend, device=config.device, seed=config.seed)
+    if has_store(config) and folder is not None and not fingerprints:
+        fingerprints = (weights_fingerprint(folder),)
+        if speculation.path is not None:
+            fingerprints += (weights_fingerprint(resolve_model(speculation.path)),)
     text_folder = folder if has_text else None
     tokenizer = load_tokenizer(config, text_folder) if has_text else None
     return assemble(
@@ -175,7 +196,13 @@ def load_parts(
         ),
         max_model_len=max_model_len,
         name=config.served_model_name or config.model,
+        fingerprints=fingerprints,
     )
+
+
+def has_store(config: EngineConfig) -> bool:
+    """Whether prefixes are kept anywhere but on the device."""
+    return config.state_store is not None or bool(config.state_store_memory)
 
 
 def assemble(
@@ -194,6 +221,7 @@ def assemble(
     generation_defaults: GenerationDefaults,
     max_model_len: int,
     name: str,
+    fingerprints: tuple[str, ...] = (),
 ) -> Parts:
     """Allocate and connect; every value is resolved."""
     depth = 2 if config.async_scheduling else 1
@@ -213,6 +241,7 @@ def assemble(
             drafter=speculation.method,
             draft_model=draft_model,
             graphs=config.graphs == "on",
+            store_step_bytes=_store_step_bytes(config) if has_store(config) else None,
         )
     except RuntimeError as error:
         # A CPU's allocator has no class of its own for this.
@@ -254,6 +283,7 @@ def assemble(
         policy=_policy(config, speculation),
         vocab_size=sizes.vocab_size,
         rewrites_last=speculation.method == "mtp",
+        stored=_stored_prefixes(config, runtime, worker, cache, fingerprints),
     )
     return Parts(
         config=config,
@@ -270,6 +300,69 @@ def assemble(
         name=name,
         depth=depth,
     )
+
+
+def _stored_prefixes(
+    config: EngineConfig,
+    runtime: rt.Runtime,
+    worker: Worker,
+    cache: PrefixCache,
+    fingerprints: tuple[str, ...],
+) -> StoredPrefixes | None:
+    """Open the state store, if there is to be one."""
+    transfers = worker.transfers
+    if transfers is None:
+        return None
+    if not fingerprints:
+        raise ConfigError(
+            "a state store needs to know the weights and this model has no folder; give load_parts "
+            "their fingerprints"
+        )
+    context = context_of(config, fingerprints, transfers.layouts)
+    folder, memory = None, config.state_store_memory
+    if config.state_store is not None:
+        limit = config.state_store_disk or _STORE_DISK_BYTES
+        folder = Folder(Path(config.state_store), context, limit)
+        memory = _STORE_MEMORY_BYTES if memory is None else memory
+        _LOG.info(
+            "prefixes are kept in %s: %d bytes of %d", folder.path, folder.num_bytes, limit
+        )
+    store = StateStore(
+        runtime, Wire(context, transfers.layouts), memory_bytes=memory or 0, folder=folder
+    )
+    return StoredPrefixes(store, cache, transfers.layouts, transfers.max_pieces)
+
+
+def _beside_pools(
+    config: EngineConfig, model: Any, max_drafts: int, column_bytes: int, state_bytes: int  # noqa: ANN401
+) -> int:
+    """Bytes of device memory that graphs and the state store take.
+
+    Args:
+        config: Settings.
+        model: The served model.
+        max_drafts: Of a row.
+        column_bytes: KV of one state column.
+        state_bytes: Of a state block of every group.
+    """
+    total = 0
+    if config.graphs == "on":
+        rows, vocab_size = config.max_num_seqs, model.config.vocab_size
+        # Where more is done to logits than to compare them, that is done to a copy in float32.
+        total += rows * (1 + max_drafts) * vocab_size * torch.float32.itemsize
+        total += logits_bytes(rows, vocab_size, model.dtype)
+    if has_store(config):
+        # A piece on its way has room however large it is.
+        step_bytes = _store_step_bytes(config)
+        total += _STORE_FRAMES * (max(step_bytes, column_bytes) + max(step_bytes, state_bytes))
+    return total
+
+
+def _store_step_bytes(config: EngineConfig) -> int:
+    """Most bytes of a kind that a step brings to the state store."""
+    if config.state_store_step_bytes is not None:
+        return config.state_store_step_bytes
+    return _GPU_STORE_STEP_BYTES if config.device == "cuda" else _CPU_STORE_STEP_BYTES
 
 
 def _max_held(
@@ -370,6 +463,11 @@ def resolve_on(
         raise ConfigError(
             f"tensor_parallel_size is {config.tensor_parallel_size}; this version runs on one "
             "device, use 1"
+        )
+    if has_store(config) and config.prefix_cache == "none":
+        raise ConfigError(
+            "a state store keeps what the prefix cache has, which is off; use prefix_cache align, "
+            "or leave state_store and state_store_memory out"
         )
     if config.grammar_backend == "xgrammar":
         check_installed()
@@ -663,14 +761,13 @@ def _sizes(
     blocks_per_sequence = -(-(max_model_len + max_drafts) // block) + 1
     most_kv = 1 + config.max_num_seqs * blocks_per_sequence
     budget = _pool_budget(config, model, device, memory)
-    if device.type != "cpu" and isinstance(scheme, Replay):
+    if device.type != "cpu":
         entry = sum(_bytes(group.ring, len(group.layers)) for group in groups)
-        budget = max(0, budget - (config.max_num_seqs + 1) * scheme.ring_size * entry)
-    if device.type != "cpu" and config.graphs == "on":
-        rows, vocab_size = config.max_num_seqs, model_config.vocab_size
-        # Where more is done to logits than to compare them, that is done to a copy in float32.
-        processed = rows * (1 + max_drafts) * vocab_size * torch.float32.itemsize
-        budget = max(0, budget - logits_bytes(rows, vocab_size, model.dtype) - processed)
+        if isinstance(scheme, Replay):
+            budget -= (config.max_num_seqs + 1) * scheme.ring_size * entry
+        column_bytes = kv_bytes * scheme.unit // block
+        budget -= _beside_pools(config, model, max_drafts, column_bytes, state_bytes)
+        budget = max(0, budget)
     state_budget = budget // 2
     if not any(each.num_kv_layers for each in models):
         # Blocks of token ids weigh next to nothing: what they leave is for states.

@@ -104,6 +104,14 @@ class Match:
     junction: int = 0
     missed: dict[str, int] = field(default_factory=dict)
 
+    def blame_damage(self) -> None:
+        """Give the tokens that a longer hit would have covered another reason."""
+        others = {"last_token", "below_unit"}
+        damaged = sum(count for reason, count in self.missed.items() if reason not in others)
+        self.missed = {r: count for r, count in self.missed.items() if r in others}
+        if damaged:
+            self.missed["damaged"] = damaged
+
 
 class PrefixCache:
     """Lookups and publications over the KV pool and the state pools.
@@ -198,6 +206,40 @@ class PrefixCache:
             unsalted_keys=unsalted_keys, pending=pending,
         )
         return match
+
+    def extended(
+        self,
+        match: Match,
+        num_tokens: int,
+        keys: list[bytes],
+        num_prompt_tokens: int,
+        *,
+        unsalted_keys: list[bytes] | None,
+        pending: Collection[bytes],
+    ) -> Match:
+        """What a match becomes when the state store adds to it; takes nothing either.
+
+        Args:
+            match: What the cache has.
+            num_tokens: Length of the prefix with what the store has; longer than the match.
+            keys: As for `match`, as the others are.
+            num_prompt_tokens: Tokens of the prompt.
+            unsalted_keys: The same tokens' keys without the salt.
+            pending: Keys of checkpoints that running sequences are computing now.
+
+        Returns:
+            The match with all KV blocks of the prefix that the cache has, and no state blocks.
+        """
+        limit = last_reusable_boundary(num_prompt_tokens, self.unit, self.lookahead)
+        return Match(
+            num_tokens=num_tokens,
+            kv_blocks=self._kv_run(keys, num_tokens) or [],
+            junction=match.junction if match.junction > num_tokens else 0,
+            missed=self._reasons(
+                keys, num_tokens, limit, num_prompt_tokens,
+                unsalted_keys=unsalted_keys, pending=pending,
+            ),
+        )
 
     def record(self, match: Match, num_prompt_tokens: int) -> None:
         """Count an admitted match."""

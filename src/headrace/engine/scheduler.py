@@ -14,6 +14,8 @@ arrays, and only the others one by one. What makes it safe to run ahead of the d
   masks are made here, for every draft that the grammar allows; the other drafts are not verified.
 * Rungs are checkpoints that nobody has asked for. They are placed last, in blocks that nobody who
   runs or waits can need, and never enter a sequence's tables.
+* A sequence whose prefix comes from the state store owns its blocks from the start, and has no row
+  before the step after the last of them was filled.
 * Of a request with several completions one sequence computes the prompt. Where it ends the others
   fork off: they share its full KV blocks, get copies of the last one and of the states, and sample
   their own first token in that very step. Those that find no room lead or follow later.
@@ -35,6 +37,7 @@ import numpy as np
 from headrace.engine.block_pool import NULL_BLOCK, BlockPool, RetireQueue
 from headrace.engine.prefix_cache import Match, PrefixCache, last_reusable_boundary
 from headrace.engine.sequence import Cell, Sequence, Status
+from headrace.engine.state_store.prefixes import StoredHit
 from headrace.grammar.state import fill_masks
 from headrace.models.batch import KnownState
 from headrace.worker.step import (
@@ -52,10 +55,11 @@ if TYPE_CHECKING:
 
     from headrace.engine.draft_policy import DraftPolicy
     from headrace.engine.sequence import Family
+    from headrace.engine.state_store.prefixes import StoredPrefixes
     from headrace.grammar import GrammarState
     from headrace.outputs import FinishReason
     from headrace.worker.state_scheme import StateScheme
-    from headrace.worker.step import SampledTokens
+    from headrace.worker.step import PieceLoad, PieceSave, SampledTokens
 
 _MAX_RECOMPUTE = 64
 """Generated tokens recomputed for one sequence in one step: they go through the step one by one."""
@@ -124,6 +128,9 @@ class _Pass:
     Attributes:
         rungs: Places among the known rows, and boundaries that each may export if there is room.
         num_wanted: Checkpoints that prompts of this step will still leave in later ones.
+        checkpoints: Keys of the KV blocks before each checkpoint that this step completes.
+        loads, loading: Pieces from the state store, and the sequences that they are for.
+        loads_left: Pieces of each kind that may be added to them.
     """
 
     step_id: int
@@ -142,6 +149,10 @@ class _Pass:
     verify: VerifyRows | None = None
     max_seq_len: int = 0
     may_cross: bool = False
+    checkpoints: list[list[bytes]] = field(default_factory=list)
+    loads: list[PieceLoad] = field(default_factory=list)
+    loading: list[Sequence] = field(default_factory=list)
+    loads_left: dict[str, int] = field(default_factory=dict)
 
     def take(self, seq: Sequence, plan: KnownPlan) -> None:
         """Add a known row."""
@@ -164,6 +175,8 @@ class InFlightStep:
         verify: Its generating rows, or None; they come first.
         known: Its known rows, in order, then its forks.
         publish, publish_rungs: What is found once it has been enqueued.
+        checkpoints: Keys of the KV blocks before each checkpoint among those.
+        loaded: Sequences, and their lives, whose last pieces from the state store it loads.
     """
 
     output: SchedulerOutput
@@ -171,6 +184,8 @@ class InFlightStep:
     known: list[KnownRow]
     publish: list[Publication]
     publish_rungs: list[Publication]
+    checkpoints: list[list[bytes]] = field(default_factory=list)
+    loaded: list[tuple[Sequence, int]] = field(default_factory=list)
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -209,6 +224,7 @@ class Scheduler:
         vocab_size: Tokens that a mask covers.
         rewrites_last: The drafter writes the KV of a prompt's last token again for each fork, so
             that its block is copied even if it is full.
+        stored: What a state store adds to the cache, or None.
     """
 
     def __init__(
@@ -223,6 +239,7 @@ class Scheduler:
         policy: DraftPolicy | None = None,
         vocab_size: int = 0,
         rewrites_last: bool = False,
+        stored: StoredPrefixes | None = None,
     ) -> None:
         self.limits = limits
         self.scheme = scheme
@@ -234,6 +251,7 @@ class Scheduler:
         self.vocab_size = vocab_size
         self._num_grammars = 0
         self.rewrites_last = rewrites_last
+        self.stored = stored
         self.draft_policy: Callable[[Sequence], int] | None = None
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -286,8 +304,9 @@ class Scheduler:
         self._count_waiting(seq, 1)
 
     def has_work(self) -> bool:
-        """Whether any sequence waits or runs."""
-        return bool(self.waiting or self.running)
+        """Whether any sequence waits or runs, or a piece is to be saved."""
+        has_saves = self.stored is not None and self.stored.has_saves()
+        return bool(self.waiting or self.running) or has_saves
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
         """End a sequence in any state; idempotent. Its blocks return when no step needs them."""
@@ -301,6 +320,7 @@ class Scheduler:
             self._exit(seq)
             self._release_all(seq)
         self._num_grammars -= seq.grammar is not None
+        seq.fetch = None
         seq.status = Status.FINISHED
         seq.finish_reason = reason
 
@@ -421,6 +441,10 @@ class Scheduler:
     def schedule(self) -> InFlightStep | None:
         """Plan the next step, or None if nothing can be computed now."""
         now = _Pass(step_id=self._step_id + 1, budget=self.limits.max_num_batched_tokens)
+        stored = self.stored
+        if stored is not None:
+            stored.store.hear_all()
+            now.loads_left = dict(zip(("kv", "state"), stored.max_pieces, strict=True))
         copies = self._take_copies()
         self._schedule_known(now, self._schedule_verify(now))
         if now.verify is None and not now.known:
@@ -428,8 +452,11 @@ class Scheduler:
             self._schedule_verify(now)
         self._admit(now)
         self._place_rungs(now)
+        saves: tuple[PieceSave, ...] = ()
+        if stored is not None:
+            saves = stored.plan_saves(now.step_id, self._retire, self.retired_step)
         rows = now.verify
-        if rows is None and not now.known and not copies:
+        if rows is None and not (now.known or copies or now.loads or saves):
             return None
         # Only now: the pass may have preempted a fork that was to enter.
         now.admitted[:0] = [self._describe(seq) for seq in self._forked]
@@ -449,6 +476,8 @@ class Scheduler:
             lines[Cell.IN_FLIGHT_DRAFTS][slots] += drafts
             lines[Cell.KNOWN_IN_FLIGHT][slots] += 1
             lines[Cell.DRAFTS_READY][slots] = num_drafts
+        for seq in now.loading:
+            seq.last_step = now.step_id
         known = [*now.rows, *now.forks]
         for row in known:
             seq = row.seq
@@ -472,9 +501,14 @@ class Scheduler:
             num_draft_tokens=num_drafts,
             masks=self._masks(now) if has_grammar else None,
             lands_drafts=has_grammar and num_drafts > 0,
+            saves=saves,
+            loads=tuple(now.loads),
         )
         self._left.clear()
-        return InFlightStep(output, rows, known, now.publish, now.publish_rungs)
+        return InFlightStep(
+            output, rows, known, now.publish, now.publish_rungs, now.checkpoints,
+            [(seq, seq.life) for seq in now.loading if not seq.loads],
+        )
 
     def _take_copies(self) -> BlockCopies:
         """The copies of forks since the last step; a step with copies is always planned."""
@@ -560,6 +594,9 @@ class Scheduler:
         for seq in in_prompt:
             if seq.status is not Status.RUNNING:
                 continue
+            if seq.loads:
+                self._plan_loads(seq, now)
+                continue
             if self._chunk_end(seq, seq.high, now.budget) <= seq.high:
                 # Not for want of blocks: rows that gave way would not free any.
                 self._prefill_starved = True
@@ -582,6 +619,12 @@ class Scheduler:
             if row.life == seq.life:
                 self._drop_pending(seq, seq.high)
                 self._publish_kv(seq, min(seq.high, seq.num_prompt_tokens))
+        for seq, life in step.loaded:
+            if life == seq.life:
+                self._publish_loaded(seq)
+        if self.stored is not None:
+            for keys in step.checkpoints:
+                self.stored.want(keys)
 
     def update(self, step: InFlightStep, sampled: SampledTokens) -> list[SequenceUpdate]:
         """Take a step's results in: confirm lengths, append tokens, finish, release.
@@ -730,6 +773,8 @@ class Scheduler:
         for pool in pools:
             owned: dict[int, int] = {}
             self._retire.owned(pool, owned)
+            if self.stored is not None:
+                self.stored.owned(pool, owned)
             for seq in self.running:
                 for block in self._blocks_of(seq, pool):
                     owned[block] = owned.get(block, 0) + 1
@@ -819,7 +864,7 @@ class Scheduler:
         self, seq: Sequence, scheduled: set[int], kv_need: int, state_needs: list[int]
     ) -> bool:
         """Preempt the youngest sequence that this step does not need; False if none may be."""
-        waiting = self._retire.num_waiting
+        waiting = self._num_returning
         if (
             self.kv_pool is None or kv_need <= self.kv_pool.num_available + waiting(self.kv_pool)
         ) and all(
@@ -832,6 +877,11 @@ class Scheduler:
             return False
         self.preempt(victim)
         return True
+
+    def _num_returning(self, pool: BlockPool) -> int:
+        """References that come back by themselves: steps in flight hold them, or pieces to save."""
+        pinned = 0 if self.stored is None else self.stored.num_pinned(pool)
+        return self._retire.num_waiting(pool) + pinned
 
     def _grow_kv(self, seq: Sequence, count: int) -> None:
         assert self.kv_pool is not None
@@ -963,7 +1013,9 @@ class Scheduler:
                 )
             )
         for boundary in [*exports, *([end] if end in wanted else [])]:
-            key = seq.keys(size, boundary)[-1]
+            keys = seq.keys(size, boundary)
+            key = keys[-1]
+            now.checkpoints.append(keys)
             for table, pool in zip(seq.state_tables, self.state_pools, strict=True):
                 now.publish.append((pool, table[boundary // unit - 1], key))
         if rungs and rungs[-1] == end:
@@ -1144,7 +1196,7 @@ class Scheduler:
         need += now.num_wanted + _CHECKPOINTS_OF_A_PROMPT * coming
         rooms: list[int] = []
         for pool in self.state_pools:
-            retiring = self._retire.num_waiting(pool)
+            retiring = self._num_returning(pool)
             owned = pool.num_usable - pool.num_available - pool.num_kept - retiring
             rooms.append(pool.room_for_rungs(max(0, need - owned)))
         return min(rooms, default=0)
@@ -1179,44 +1231,66 @@ class Scheduler:
                 # wait saves computing it twice.
                 now.deferred.append(self.waiting.popleft())
                 continue
-            if not self._admit_one(seq, match, keys, limit, now):
+            stored = self._look_up_stored(seq, match, keys, now)
+            if stored == "reading":
+                now.deferred.append(self.waiting.popleft())
+                continue
+            if not self._admit_one(seq, match, keys, limit, now, stored):
                 break
         self.waiting.extendleft(reversed(now.deferred))
         self.num_deferred = len(now.deferred)
 
+    def _look_up_stored(
+        self, seq: Sequence, match: Match, keys: list[bytes], now: _Pass
+    ) -> StoredHit | Literal["reading"] | None:
+        """Ask the state store for a longer prefix, if there is room for the sequence at all."""
+        if self.stored is None or not keys or seq.prompt_logprobs is not None:
+            return None
+        if not self._has_room(_known_end(seq), match, now.promised):
+            return None
+        found = self.stored.look_up(seq, match, keys)
+        if isinstance(found, StoredHit) and not all(now.loads_left.values()):
+            return "reading"  # Its turn comes in a later step.
+        return found
+
     def _admit_one(
-        self, seq: Sequence, match: Match, keys: list[bytes], limit: int, now: _Pass
+        self,
+        seq: Sequence,
+        match: Match,
+        keys: list[bytes],
+        limit: int,
+        now: _Pass,
+        stored: StoredHit | None,
     ) -> bool:
-        """Admit a sequence with its first chunk, or leave everything as it was."""
-        known_end = max(seq.num_prompt_tokens, seq.num_tokens - 1)
+        """Admit a sequence with its first chunk or loads, or leave everything as it was."""
+        if stored is not None:
+            match = self.cache.extended(
+                match, stored.num_columns * self.scheme.unit, keys, seq.num_prompt_tokens,
+                unsalted_keys=seq.unsalted_keys(self.limits.block_size),
+                pending=self._pending_keys,
+            )
+            stored.keep_whole_columns(match.kv_blocks)
+        if seq.has_met_damage:
+            match.blame_damage()
+        num_shared = len(match.kv_blocks)
         self.cache.pin(match)
-        if not self._has_room(known_end, match, now.promised):
+        if not self._has_room(_known_end(seq), match, now.promised) or (
+            stored is not None and not self._allocate_stored(match)
+        ):
             self.cache.unpin(match)
             return False
-        self.waiting.popleft()
-        self._count_waiting(seq, -1)
-        self._enter(seq)
-        seq.known_end = known_end
-        seq.note_at = (known_end // self.scheme.unit + 1) * self.scheme.unit
-        seq.num_computed_tokens = match.num_tokens
-        seq.kv_blocks = list(match.kv_blocks)
-        seq.num_published = len(match.kv_blocks)
-        seq.cached_boundary = match.num_tokens
-        seq.junction = match.junction
-        self._kv_table[seq.slot, :] = 0
-        self._kv_table[seq.slot, : len(seq.kv_blocks)] = seq.kv_blocks
-        column = match.num_tokens // self.scheme.unit - 1
-        seq.first_column = max(column, 0)
-        for group, block in enumerate(match.state_blocks):
-            seq.state_tables[group] = [NULL_BLOCK] * column + [block]
+        self._begin(seq, match, num_shared)
         if seq.family is not None and seq.num_tokens == seq.num_prompt_tokens:
             seq.family.leader = seq
             self._families.append(seq.family)
         seq.checkpoint_marks = self._shared_boundaries(seq, keys, limit)
         seq.wanted = self._wanted(seq)
         seq.rungs = self._rungs(seq)
-        plan = self._plan_known(seq, now)
-        if plan is None:
+        plan = None
+        if stored is not None:
+            seq.loads = stored.loads(match.kv_blocks, match.state_blocks, num_shared)
+            self._plan_loads(seq, now)
+        elif (plan := self._plan_known(seq, now)) is None:
             # Not even one chunk fits: give everything back, wait for budget or blocks.
             self._exit(seq)
             self._end_lead(seq)
@@ -1227,21 +1301,84 @@ class Scheduler:
             self.waiting.appendleft(seq)
             self._count_waiting(seq, 1)
             return False
-        self._take_hit(seq, match, keys)
+        self._take_hit(seq, match, keys, is_stored=stored is not None)
         size = self.limits.block_size
-        pending = seq.wanted
+        pending = seq.wanted if stored is None else (match.num_tokens, *seq.wanted)
         if seq.rungs and self._rung_room(now):
             pending += seq.rungs
         prompt_keys = seq.keys(size, max(pending, default=0))
         seq.pending_keys = {b: prompt_keys[b // size - 1] for b in pending}
         self._pending_keys.update(seq.pending_keys.values())
         now.admitted.append(self._describe(seq))
-        now.take(seq, plan)
+        if plan is not None:
+            now.take(seq, plan)
         if seq.family is not None and seq.family.leader is seq:
             now.promised += len(seq.family.followers())
         return True
 
-    def _take_hit(self, seq: Sequence, match: Match, keys: list[bytes]) -> None:
+    def _allocate_stored(self, match: Match) -> bool:
+        """Give a match from the state store blocks for what the cache has not.
+
+        Returns:
+            False, and nothing was taken, if there are not enough.
+        """
+        num_blocks = match.num_tokens // self.limits.block_size
+        need = max(0, num_blocks - len(match.kv_blocks))
+        if not self._fits(need, [1] * len(self.state_pools)):
+            return False
+        if self.kv_pool is not None:
+            match.kv_blocks += self.kv_pool.allocate(need) or []
+        for pool in self.state_pools:
+            match.state_blocks += pool.allocate(1) or []
+        return True
+
+    def _plan_loads(self, seq: Sequence, now: _Pass) -> None:
+        """Let the step fill some of a sequence's blocks from the state store, as far as it may."""
+        while seq.loads and now.loads_left[seq.loads[0].kind]:
+            load = seq.loads.popleft()
+            now.loads_left[load.kind] -= 1
+            now.loads.append(load)
+        now.loading.append(seq)
+        now.scheduled.add(seq.seq_id)
+
+    def _publish_loaded(self, seq: Sequence) -> None:
+        """Let others find a prefix from the state store: its last pieces have been enqueued."""
+        boundary = seq.cached_boundary
+        key = seq.keys(self.limits.block_size, boundary)[-1]
+        for table, pool in zip(seq.state_tables, self.state_pools, strict=True):
+            pool.publish(table[boundary // self.scheme.unit - 1], key, is_generated=False)
+        self._drop_pending(seq, boundary)
+        self._publish_kv(seq, boundary)
+
+    def _begin(self, seq: Sequence, match: Match, num_shared: int) -> None:
+        """Let a waiting sequence run, with the blocks of a match.
+
+        Args:
+            seq: The first that waits.
+            match: Its hit, which is pinned.
+            num_shared: KV blocks of it that others find too.
+        """
+        self.waiting.popleft()
+        self._count_waiting(seq, -1)
+        known_end = _known_end(seq)
+        self._enter(seq)
+        seq.known_end = known_end
+        seq.note_at = (known_end // self.scheme.unit + 1) * self.scheme.unit
+        seq.num_computed_tokens = match.num_tokens
+        seq.kv_blocks = list(match.kv_blocks)
+        seq.num_published = num_shared
+        seq.cached_boundary = match.num_tokens
+        seq.junction = match.junction
+        self._kv_table[seq.slot, :] = 0
+        self._kv_table[seq.slot, : len(seq.kv_blocks)] = seq.kv_blocks
+        column = match.num_tokens // self.scheme.unit - 1
+        seq.first_column = max(column, 0)
+        for group, block in enumerate(match.state_blocks):
+            seq.state_tables[group] = [NULL_BLOCK] * column + [block]
+
+    def _take_hit(
+        self, seq: Sequence, match: Match, keys: list[bytes], *, is_stored: bool
+    ) -> None:
         """Count what an admitted sequence found; a rung that was asked for is one no longer."""
         self.cache.record(match, seq.num_prompt_tokens)
         hit, size = match.num_tokens, self.limits.block_size
@@ -1249,6 +1386,11 @@ class Scheduler:
         if hit:
             marks = [mark for mark in self._marks(seq) if 0 < mark < hit]
             self.cache.promote([keys[boundary // size - 1] for boundary in (*marks, hit)])
+            if self.stored is not None and not is_stored:
+                self.stored.want(keys[: hit // size])
+        if self.stored is not None and is_stored:
+            self.stored.count_hit(hit)
+            seq.fetch = None
         if not seq.num_preemptions:
             seq.num_cached_tokens = hit
             seq.missed = match.missed
@@ -1513,6 +1655,11 @@ class Scheduler:
             return seq.kv_blocks
         group = self.state_pools.index(pool)
         return [block for block in seq.state_tables[group] if block != NULL_BLOCK]
+
+
+def _known_end(seq: Sequence) -> int:
+    """Tokens of a waiting sequence that known rows will compute."""
+    return max(seq.num_prompt_tokens, seq.num_tokens - 1)
 
 
 def _missing(table: list[int], base: int, top: int) -> list[int]:

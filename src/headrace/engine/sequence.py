@@ -7,6 +7,7 @@ There is one place for each number at any time, whichever way it is reached.
 
 from __future__ import annotations
 
+from collections import deque
 from enum import Enum, IntEnum, auto
 from typing import TYPE_CHECKING
 
@@ -15,9 +16,11 @@ import numpy as np
 from headrace.engine.prefix_cache import chain_keys, root_key
 
 if TYPE_CHECKING:
+    from headrace.engine.state_store.store import Fetch
     from headrace.grammar import GrammarState
     from headrace.outputs import FinishReason
     from headrace.sampling_params import SamplingParams
+    from headrace.worker.step import PieceLoad
 
 
 class Status(Enum):
@@ -127,16 +130,21 @@ class Sequence:
             it leaves one if there is room to spare; ascending.
         ends_in_stop_token: Whether its last token is a stop token, whose text is not wanted.
         family: Its request's sequences, if they are several.
+        fetch: A prefix that the state store is gathering for it, or has gathered.
+        has_asked_store: Whether the store has been asked since it began to wait.
+        has_met_damage: Whether the store had something of its prompt that was not as it should be.
+        loads: Pieces from the store that its first chunk waits for.
     """
 
     __slots__ = (
         "_cells", "_keys", "_unsalted", "arrival", "bad_words", "cached_boundary",
-        "checkpoint_marks", "drafts", "ends_in_stop_token", "family", "finish_reason",
-        "first_column", "generated_boundary", "grammar", "is_aborted", "junction", "kv_blocks",
-        "last_column", "missed", "num_cached_tokens", "num_preemptions", "num_prompt_tokens",
-        "num_published", "num_reached_in_prompt", "params", "pending_keys", "prompt_logprobs",
-        "rungs", "seed", "seq_id", "slot", "state_tables", "status", "stop_ids", "stop_reason",
-        "token_ids", "wanted",
+        "checkpoint_marks", "drafts", "ends_in_stop_token", "family", "fetch",
+        "finish_reason", "first_column", "generated_boundary", "grammar", "has_asked_store",
+        "has_met_damage", "is_aborted", "junction", "kv_blocks", "last_column", "loads", "missed",
+        "num_cached_tokens", "num_preemptions", "num_prompt_tokens", "num_published",
+        "num_reached_in_prompt", "params", "pending_keys", "prompt_logprobs", "rungs", "seed",
+        "seq_id", "slot", "state_tables", "status", "stop_ids", "stop_reason", "token_ids",
+        "wanted",
     )
 
     num_computed_tokens = _cell(Cell.COMPUTED)
@@ -227,6 +235,10 @@ class Sequence:
         self.rungs: tuple[int, ...] = ()
         self.first_column = 0
         self.last_column = 0
+        self.fetch: Fetch | None = None
+        self.has_asked_store = False
+        self.has_met_damage = False
+        self.loads: deque[PieceLoad] = deque()
 
     @property
     def num_tokens(self) -> int:

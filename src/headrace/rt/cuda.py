@@ -37,7 +37,7 @@ class CudaRuntime(Runtime):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._landings = LandingPool(self._make_landing, self.is_known)
+        self._landings = LandingPool(self._make_landing, self.is_known, self.queue())
         # Graphs never run at the same time and leave nothing in it: they share its memory.
         self._graph_memory: Any = None
         self._reservations: list[torch.cuda.CUDAGraph] = []

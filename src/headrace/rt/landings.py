@@ -1,7 +1,12 @@
-"""Landings on lease: reused only once the host knows that their last copy is done."""
+"""Landings on lease: reused only once the host knows that their last copy is done.
+
+Another thread may read a ticket than the one that leases. Its memory then comes back through a
+queue: the next copy is enqueued after it was read, and not only by chance.
+"""
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from headrace.rt.frames import HostMemory
+    from headrace.rt.queues import Queue
     from headrace.rt.streams import Event
     from headrace.rt.tickets import Array
 
@@ -32,15 +38,19 @@ class LandingPool:
         make: Makes memory of a name, shape and dtype.
         is_known: Whether the host knows an event to have happened. No query of the device: which
             memory is reused must not depend on timing.
+        returns: From threads that read tickets to the one that leases.
     """
 
     def __init__(
         self,
         make: Callable[[str, tuple[int, ...], torch.dtype], HostMemory],
         is_known: Callable[[Event], bool],
+        returns: Queue[tuple[list[HostMemory], HostMemory]],
     ) -> None:
         self._make = make
         self._is_known = is_known
+        self._returns = returns
+        self._thread = 0
         self._free: dict[Key, list[HostMemory]] = {}
         self._serving: dict[Key, tuple[Key, list[HostMemory]]] = {}
         self._waiting: list[tuple[Event, list[HostMemory], HostMemory]] = []
@@ -61,7 +71,8 @@ class LandingPool:
             key = ((size, *shape[1:]), dtype)
             serving = self._serving[asked] = key, self._free.setdefault(key, [])
         key, free = serving
-        if not free and self._waiting:
+        if not free:
+            self._thread = threading.get_ident()
             self._recycle()
         if free:
             return LeasedPart(self, free, free.pop(), shape[0])
@@ -73,11 +84,20 @@ class LandingPool:
         self._made += 1
         return LeasedPart(self, free, self._make(f"landing{self._made}", *key), shape[0])
 
+    def give(self, free: list[HostMemory], memory: HostMemory) -> None:
+        """Take memory back whose values have been read; any thread may give it."""
+        if threading.get_ident() == self._thread:
+            free.append(memory)
+        else:
+            self._returns.put((free, memory))
+
     def give_after(self, event: Event, free: list[HostMemory], memory: HostMemory) -> None:
         """Take memory back whose copy may still be under way."""
         self._waiting.append((event, free, memory))
 
     def _recycle(self) -> None:
+        for free, memory in self._returns.drain():
+            free.append(memory)
         waiting = []
         for event, free, memory in self._waiting:
             if self._is_known(event):
@@ -105,7 +125,7 @@ class LeasedPart:
         array: Array = self.memory.array[: self.count].copy()
         array.setflags(write=False)
         # The copy is done: whoever takes the values has waited.
-        self._free.append(self.memory)
+        self._pool.give(self._free, self.memory)
         return array
 
     def abandon(self, event: Event) -> None:

@@ -159,6 +159,40 @@ class TokenMasks:
     bits: np.ndarray
 
 
+PieceKind = Literal["kv", "state"]
+"""The KV blocks of one state column, or the states of all groups after one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PieceSave:
+    """A piece of a cached prefix that the state store is to have.
+
+    Attributes:
+        key: The prefix cache's, of the column's last block.
+        column: Which column that is; of a state, the number of columns before it.
+        blocks: KV blocks of the column in order, or the block of each state table.
+    """
+
+    kind: PieceKind
+    key: bytes
+    column: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PieceLoad:
+    """A piece from the state store for fresh blocks.
+
+    Attributes:
+        blocks: As of a `PieceSave`.
+        data: Its bytes, [layout.num_bytes] u8.
+    """
+
+    kind: PieceKind
+    blocks: tuple[int, ...]
+    data: np.ndarray
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SchedulerOutput:
     """One step's work.
@@ -173,6 +207,8 @@ class SchedulerOutput:
         num_draft_tokens: Drafts to propose after this step for each row that generates; 0: none.
         masks: Of rows with a grammar, or None.
         lands_drafts: Hand the drafts to the host: rows with a grammar are planned with them.
+        saves: Pieces to copy to the host after the step's launches.
+        loads: Pieces to bring to blocks that rows of later steps read.
     """
 
     step_id: int
@@ -184,6 +220,8 @@ class SchedulerOutput:
     num_draft_tokens: int
     masks: TokenMasks | None = None
     lands_drafts: bool = False
+    saves: tuple[PieceSave, ...] = ()
+    loads: tuple[PieceLoad, ...] = ()
 
     @property
     def forks(self) -> tuple[tuple[KnownPlan, ForkPlan], ...]:

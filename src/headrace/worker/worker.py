@@ -7,6 +7,7 @@ Every buffer and its writers: see buffers.py. Every launch: see launches.py.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -33,6 +34,7 @@ from headrace.worker.staging import StagedStep, Stager
 from headrace.worker.state_scheme import Columns, Replay
 from headrace.worker.step import PromptLogprobs, SampledTokens
 from headrace.worker.token_masks import MasksShape, MasksStage
+from headrace.worker.transfers import Transfers, make_layouts
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
@@ -119,10 +121,12 @@ class StepHandle:
     Attributes:
         step_id: Its step.
         produced: Its own row map.
+        saved: Rows of the pieces that it saves, in the plan's order by kind; the state store's.
     """
 
     __slots__ = (
-        "_first", "_logits", "_prompts", "_result", "_ticket", "has_drafts", "produced", "step_id"
+        "_first", "_logits", "_prompts", "_result", "_ticket", "has_drafts", "produced", "saved",
+        "step_id",
     )
 
     def __init__(
@@ -135,8 +139,10 @@ class StepHandle:
         has_drafts: bool,
         logits: rt.Ticket | None,
         prompts: tuple[_PromptPart, ...] = (),
+        saved: rt.Ticket | None = None,
     ) -> None:
         self.step_id = step_id
+        self.saved = saved
         self.produced = produced
         self.has_drafts = has_drafts
         self._ticket = ticket
@@ -201,6 +207,8 @@ class Worker:
         kernels: What computes the generating rows, of the model and of the draft model.
         draft_model: The second model of the drafter "draft".
         graphs: Whether steps of generating rows alone are captured.
+        store_step_bytes: Most bytes of KV, and of states, that a step brings to the state store or
+            takes from it (one piece at least); None without a store.
         drafter: none, mtp, ngram, draft, or scripted (tests, through `scripts`).
     """
 
@@ -219,6 +227,7 @@ class Worker:
         drafter: str = "none",
         draft_model: Any = None,  # noqa: ANN401
         graphs: bool = False,
+        store_step_bytes: int | None = None,
     ) -> None:
         self.runtime = runtime
         self.sizes = sizes
@@ -303,8 +312,43 @@ class Worker:
             self.graphs = StepGraphs(
                 runtime, sizes, self._compute, num_tables=len(groups), dtype=model.dtype
             )
+        self.transfers = None
+        if store_step_bytes is not None:
+            self.transfers = self._make_transfers(store_step_bytes, depth)
         self.num_forward_tokens = 0
         self.num_steps = 0
+
+    def _make_transfers(self, step_bytes: int, depth: int) -> Transfers:
+        """Make the way to and from the state store: everything that a prefix has in the pools."""
+        fixed, (states, _) = self.fixed, self._all_states()
+        kv = {buffer.name: buffer for buffer in (self._tokens, *self._all_kv())}
+        # Values that are the beginnings of keys have a pool without elements.
+        kv = {name: buffer for name, buffer in kv.items() if math.prod(buffer.shape)}
+        models = [fixed.model] if self._draft_model is None else [fixed.model, self._draft_model]
+        per_column = fixed.unit // fixed.block_size
+        layouts = make_layouts(
+            kv,
+            states,
+            [
+                {spec.name: spec.shape for spec in group.state}
+                for model in models for group in model.state_groups(0)
+            ],
+            blocks_per_column=per_column,
+        )
+        most = (-(-self.sizes.max_model_len // fixed.unit), self.sizes.max_num_seqs)
+        rows = (layouts.kv.row_bytes, layouts.state.row_bytes)
+        return Transfers(
+            self.runtime,
+            kv=rt.Bundle(kv),
+            states=tuple(rt.Bundle(group) for group in states),
+            table_of=fixed.table_of,
+            layouts=layouts,
+            depth=depth,
+            max_pieces=(
+                max(1, min(most[0], step_bytes // rows[0])),
+                max(1, min(most[1], step_bytes // rows[1])),
+            ),
+        )
 
     def _make_carry(self) -> None:
         n, s = self.sizes.max_num_seqs + 1, max(1, self.sizes.max_drafts)
@@ -369,6 +413,11 @@ class Worker:
             self._leave(seq_id)
         for new in output.admitted:
             self._admit(new)
+        transfers = self.transfers
+        loads = saved = None
+        if output.loads:
+            assert transfers is not None, "a plan with loads needs a state store"
+            loads = transfers.stage(output.loads)
         frame = self._frames.next()
         rows = self._carry_rows(output)
         padding = kind = None
@@ -397,8 +446,15 @@ class Worker:
             _wanted(frame.outputs, shape, has_drafts=output.lands_drafts), on=self._fetch,
             after=done, rows=produced,
         )
+        # Behind everything that the step's tokens wait for.
+        if output.saves:
+            assert transfers is not None, "a plan with saves needs a state store"
+            saved = transfers.save(output.saves, stream)
+        if loads is not None and transfers is not None:
+            transfers.unpack(loads, stream)
         handle = StepHandle(
             output.step_id, produced, ticket, first=first, logits=logits, prompts=prompts,
+            saved=saved,
             has_drafts=output.verify is not None and bool(output.verify.num_drafts.any()),
         )
         if self.layout == "compact":

@@ -62,7 +62,7 @@ class SimRuntime(Runtime):
         self._device = Device(seed, policy, self._clocks)
         self._guard = EffectGuard(self.checker)
         self._baton = Baton(seed, policy, self.checker)
-        self._landings = LandingPool(self._make_landing, self.is_known)
+        self._landings = LandingPool(self._make_landing, self.is_known, self.queue())
         self._tickets: dict[Ticket, OpRecord] = {}
         self._commits: dict[Frame, OpRecord] = {}
         self._freed: dict[tuple[tuple[int, ...], torch.dtype], list[tuple[Tensor, Shadow]]] = {}
