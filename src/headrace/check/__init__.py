@@ -42,6 +42,7 @@ MUTANT_MODULES = [
     "headrace.check.toy.state_mutants",
     "headrace.check.kernel_mutants",
     "headrace.check.engine_mutants",
+    "headrace.check.store_mutants",
 ]
 """Modules that register mutants when imported; those that are not there are left out."""
 

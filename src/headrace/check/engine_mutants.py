@@ -42,6 +42,10 @@ UNORDERED = ("UNORDERED-WRITE-READ", "UNORDERED-READ-WRITE", "UNORDERED-WRITE-WR
 WRONG = "WRONG-TOKENS"
 SEEDS_TRIED = 10
 SCHEDULES_TRIED = 24
+_EVERY = 6
+"""Steps between requests that share a prefix."""
+_AGAIN = 80
+"""Steps until all of them come once more: the engine has been idle before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +62,9 @@ class EngineFault:
         num_completions: Of every prompt.
         has_rules: Let every output follow a grammar.
         has_extras: Let requests have logit rules and log-probabilities, as their seed says.
+        has_store: Let all requests come once more, after the prefix cache was forgotten, so that
+            they hit in the state store.
+        has_files: The store keeps files, and nothing in memory.
     """
 
     detour: Detour
@@ -69,21 +76,28 @@ class EngineFault:
     num_completions: int = 1
     has_rules: bool = False
     has_extras: bool = False
+    has_store: bool = False
+    has_files: bool = False
 
 
 def workload_of(fault: EngineFault, seed: int) -> RealWorkload:
     """A workload with many finishing rows, with the fault's own settings."""
     made = generate_real(seed)
-    config = replace(
-        made.config, async_scheduling=True, num_kv_blocks=80, num_state_blocks=60, max_num_seqs=5,
-        max_num_batched_tokens=128, replay_interval=None, state_store_memory=None,
-        **{"graphs": "off", **fault.settings},
-    )
+    settings: dict[str, Any] = {
+        "async_scheduling": True, "num_kv_blocks": 80, "num_state_blocks": 60, "max_num_seqs": 5,
+        "max_num_batched_tokens": 128, "replay_interval": None, "graphs": "off",
+        "state_store_memory": None,
+    }
+    if fault.has_store:
+        settings |= {"state_store_memory": 2**20, "prefix_cache": "align"}
+    config = replace(made.config, **(settings | fault.settings))
     requests = made.requests
     if fault.shares_prefix:
         beginning = tuple(2 + (7 * n + seed) % 40 for n in range(3 * GRID + 3))
         requests = tuple(
-            replace(one, prompt=beginning + one.prompt[:GRID], arrival=6 * at, abort_after=None)
+            replace(
+                one, prompt=beginning + one.prompt[:GRID], arrival=_EVERY * at, abort_after=None
+            )
             for at, one in enumerate(requests)
         )
     requests = tuple(replace(one, num_completions=fault.num_completions) for one in requests)
@@ -103,9 +117,13 @@ def workload_of(fault: EngineFault, seed: int) -> RealWorkload:
     if fault.num_completions > 1:
         # They part only after the prompt, so that it takes some tokens to tell them apart.
         requests = tuple(replace(one, num_tokens=9, abort_after=None) for one in requests)
+    if fault.has_store:
+        again = (replace(one, arrival=one.arrival + _AGAIN) for one in requests)
+        requests = (*requests, *again)
     return replace(
-        made, config=config, requests=requests, preempt_at=frozenset(), reset_at=frozenset(),
-        fork_at=frozenset(), has_files=False,
+        made, config=config, requests=requests, preempt_at=frozenset(),
+        reset_at=frozenset([_AGAIN - 1] if fault.has_store else []),
+        fork_at=frozenset(), has_files=fault.has_files,
         model_seed=made.model_seed % NUM_MTP_MODELS,
     )
 
@@ -187,7 +205,7 @@ def _shows_effect(fault: EngineFault, used: int, seed: int) -> bool:
     return False
 
 
-def _fault(
+def plant(
     name: str,
     letter: MutantClass,
     kinds: tuple[str, ...],
@@ -198,13 +216,17 @@ def _fault(
     num_completions: int = 1,
     has_rules: bool = False,
     has_extras: bool = False,
+    has_store: bool = False,
+    has_files: bool = False,
     **settings: Any,  # noqa: ANN401 - fields of EngineConfig
 ) -> Callable[[Detour], Detour]:
+    """Register a detour as a mutant; see `EngineFault`."""
+
     def add(detour: Detour) -> Detour:
         one = EngineFault(
             detour=detour, settings=settings, kinds=kinds, buffer=buffer, sites=sites,
             shares_prefix=shares_prefix, num_completions=num_completions, has_rules=has_rules,
-            has_extras=has_extras,
+            has_extras=has_extras, has_store=has_store, has_files=has_files,
         )
         summary = (detour.__doc__ or "").strip().splitlines()[0]
         register(Mutant(name=name, letter=letter, run=partial(run_fault, one), summary=summary))
@@ -259,7 +281,7 @@ class _Landed:
         self.worker._apply = detour  # type: ignore[method-assign]  # noqa: SLF001
 
 
-@_fault(
+@plant(
     "engine-counts-land-in-the-batch", "H", UNORDERED, buffer="batch counts",
     batch_layout="compact", state_scheme="columns", speculative="scripted:3",
 )
@@ -287,7 +309,7 @@ def counts_land_in_the_batch(engine: Engine, faulty: bool) -> None:  # noqa: FBT
     landed.apply_with(read)
 
 
-@_fault(
+@plant(
     "engine-landing-read-early", "H", UNORDERED, buffer="batch landing",
     batch_layout="compact", state_scheme="columns", speculative="scripted:3",
 )
@@ -305,7 +327,7 @@ def landing_read_early(engine: Engine, faulty: bool) -> None:  # noqa: FBT001
     landed.apply_with(read)
 
 
-@_fault(
+@plant(
     "engine-counts-through-the-current-map", "V", (WRONG,),
     sites=("src/headrace/worker/rows.py in CompactRows.apply",
            "src/headrace/worker/launches.py in advance"),
@@ -328,7 +350,7 @@ def counts_through_the_current_map(engine: Engine, faulty: bool) -> None:  # noq
     compact.apply = detour  # type: ignore[method-assign]
 
 
-@_fault(
+@plant(
     "engine-fetch-does-not-wait", "H", UNORDERED, buffer="step[",
     speculative="scripted:3",
 )
@@ -360,7 +382,7 @@ def _aside(engine: Engine, ops: tuple[Any, ...], *, faulty: bool) -> None:
     runtime.launch = detour  # type: ignore[method-assign]
 
 
-@_fault(
+@plant(
     "engine-verify-on-a-side-stream", "H", UNORDERED, buffer="carry.",
     speculative="scripted:3", batch_layout="slots",
 )
@@ -369,7 +391,7 @@ def verify_on_a_side_stream(engine: Engine, faulty: bool) -> None:  # noqa: FBT0
     _aside(engine, (launches.verify,), faulty=faulty)
 
 
-@_fault(
+@plant(
     "engine-row-gather-on-a-side-stream", "H", UNORDERED, buffer="carry.last_token",
     batch_layout="compact", state_scheme="columns", speculative="none",
 )
@@ -378,7 +400,7 @@ def row_gather_on_a_side_stream(engine: Engine, faulty: bool) -> None:  # noqa: 
     _aside(engine, (launches.gather_carry,), faulty=faulty)
 
 
-@_fault(
+@plant(
     "engine-graph-inputs-on-a-side-stream", "H", UNORDERED, buffer="graph.", graphs="on",
     speculative="none", batch_layout="slots",
 )
@@ -387,7 +409,7 @@ def graph_inputs_on_a_side_stream(engine: Engine, faulty: bool) -> None:  # noqa
     _aside(engine, (copy_fields,), faulty=faulty)
 
 
-@_fault(
+@plant(
     "engine-graph-inputs-overwritten-early", "H", UNORDERED, buffer="graph.in", graphs="on",
     speculative="none", batch_layout="slots",
 )
@@ -418,7 +440,7 @@ def graph_inputs_overwritten_early(engine: Engine, faulty: bool) -> None:  # noq
     graphs.load = loading  # type: ignore[method-assign]
 
 
-@_fault(
+@plant(
     "engine-graph-outputs-fetched-in-place", "H", UNORDERED, buffer="graph.out", graphs="on",
     speculative="none", batch_layout="slots",
 )
@@ -474,7 +496,7 @@ def _around_replays(engine: Engine, name: str, *, is_before: bool) -> None:
     graphs.run = running  # type: ignore[method-assign, assignment]
 
 
-@_fault(
+@plant(
     "engine-graph-reads-stale-inputs", "V", (WRONG,), graphs="on", speculative="none",
     batch_layout="slots",
     sites=("src/headrace/worker/graphs.py in StepGraphs.load",
@@ -485,7 +507,7 @@ def graph_reads_stale_inputs(engine: Engine, faulty: bool) -> None:  # noqa: FBT
     _around_replays(engine, "load", is_before=faulty)
 
 
-@_fault(
+@plant(
     "engine-graph-outputs-copied-early", "V", (WRONG,), graphs="on", speculative="none",
     batch_layout="slots",
     sites=("src/headrace/worker/graphs.py in StepGraphs.store",
@@ -496,7 +518,7 @@ def graph_outputs_copied_early(engine: Engine, faulty: bool) -> None:  # noqa: F
     _around_replays(engine, "store", is_before=not faulty)
 
 
-@_fault(
+@plant(
     "engine-padding-writes-a-live-block", "V", (WRONG,), graphs="on", speculative="scripted:3",
     batch_layout="slots", sites=("src/headrace/worker/launches.py in advance",
                                  "src/headrace/worker/launches.py in forward"),
@@ -513,7 +535,7 @@ def padding_writes_a_live_block(engine: Engine, faulty: bool) -> None:  # noqa: 
     engine.parts.runtime.launch = detour  # type: ignore[method-assign]
 
 
-@_fault(
+@plant(
     "engine-padding-with-a-live-row", "V", (WRONG,), graphs="on", speculative="none",
     batch_layout="slots", sites=("src/headrace/worker/graphs.py in StepGraphs.fill",
                                  "src/headrace/worker/launches.py in verify"),
@@ -533,7 +555,7 @@ def padding_with_a_live_row(engine: Engine, faulty: bool) -> None:  # noqa: FBT0
     graphs.fill = detour  # type: ignore[method-assign]
 
 
-@_fault(
+@plant(
     "engine-export-before-its-boundary", "V", (WRONG,),
     sites=("src/headrace/engine/scheduler.py in Scheduler._plan_known",
            "src/headrace/engine/prefix_cache.py in PrefixCache.match"),
@@ -581,7 +603,7 @@ _FORK_SITES = (
 )
 
 
-@_fault(
+@plant(
     "engine-fork-without-its-last-block", "V", (WRONG,), sites=_FORK_SITES, num_completions=3,
     prefix_cache="none", speculative="none",
 )
@@ -592,7 +614,7 @@ def fork_without_its_last_block(engine: Engine, faulty: bool) -> None:  # noqa: 
     )
 
 
-@_fault(
+@plant(
     "engine-fork-writes-the-shared-last-block", "V", (WRONG,), sites=_FORK_SITES,
     num_completions=3, prefix_cache="none", speculative="none", batch_layout="slots",
 )
@@ -626,7 +648,7 @@ def fork_writes_the_shared_last_block(engine: Engine, faulty: bool) -> None:  # 
     engine.worker.execute = detour  # type: ignore[method-assign]
 
 
-@_fault(
+@plant(
     "engine-fork-without-its-state", "V", (WRONG,), sites=_FORK_SITES, num_completions=3,
     prefix_cache="none", speculative="none", state_scheme="columns",
 )
@@ -642,7 +664,7 @@ def fork_without_its_state(engine: Engine, faulty: bool) -> None:  # noqa: FBT00
     engine.parts.runtime.launch = detour  # type: ignore[method-assign]
 
 
-@_fault(
+@plant(
     "engine-fork-copies-on-a-side-stream", "H", UNORDERED, buffer="", num_completions=3,
     prefix_cache="none", speculative="none",
 )
@@ -651,7 +673,7 @@ def fork_copies_on_a_side_stream(engine: Engine, faulty: bool) -> None:  # noqa:
     _aside(engine, (launches.copy_blocks,), faulty=faulty)
 
 
-@_fault(
+@plant(
     "engine-grammar-not-rolled-back", "V", (WRONG,),
     sites=("src/headrace/engine/scheduler.py in Scheduler._masks",
            "src/headrace/engine/scheduler.py in Scheduler._append"),
@@ -676,7 +698,7 @@ def grammar_not_rolled_back(engine: Engine, faulty: bool) -> None:  # noqa: FBT0
     scheduler._masks = detour  # type: ignore[method-assign]  # noqa: SLF001
 
 
-@_fault(
+@plant(
     "engine-masks-of-the-last-step", "V", (WRONG,),
     sites=("src/headrace/worker/token_masks.py in MasksStage.stage",
            "src/headrace/worker/launches.py in verify"),
@@ -698,7 +720,7 @@ def masks_of_the_last_step(engine: Engine, faulty: bool) -> None:  # noqa: FBT00
     engine.worker._masks_stage.stage = detour  # type: ignore[method-assign]  # noqa: SLF001
 
 
-@_fault(
+@plant(
     "engine-masks-on-a-side-stream", "H", UNORDERED, buffer="masks",
     has_rules=True, speculative="scripted:3",
 )
@@ -717,7 +739,7 @@ def masks_on_a_side_stream(engine: Engine, faulty: bool) -> None:  # noqa: FBT00
     engine.worker._masks_stage.stage = detour  # type: ignore[method-assign]  # noqa: SLF001
 
 
-@_fault(
+@plant(
     "engine-logit-rules-on-a-side-stream", "H", UNORDERED, buffer="rules", has_extras=True,
     speculative="scripted:3",
 )
@@ -736,7 +758,7 @@ def logit_rules_on_a_side_stream(engine: Engine, faulty: bool) -> None:  # noqa:
     engine.worker._rules_stage.stage = detour  # type: ignore[method-assign]  # noqa: SLF001
 
 
-@_fault(
+@plant(
     "engine-scores-overwritten-while-read-back", "H", UNORDERED, buffer="prompt.",
     has_extras=True, speculative="none",
 )
@@ -756,7 +778,7 @@ def scores_overwritten_while_read_back(engine: Engine, faulty: bool) -> None:  #
     runtime.fetch = detour  # type: ignore[method-assign]
 
 
-@_fault(
+@plant(
     "engine-drafts-landed-before-they-are-made", "H", UNORDERED, buffer="carry.drafts",
     has_rules=True, speculative="scripted:3",
 )

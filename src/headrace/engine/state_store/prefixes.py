@@ -235,6 +235,8 @@ class StoredPrefixes:
             seq.has_met_damage |= fetch.fault != "evicted"
             return None
         if not self._fits(seq, fetch):
+            # Others hold it too, and are not to be given it again.
+            fetch.pieces, fetch.fault = None, "foreign"
             seq.has_met_damage = True
             return None
         return StoredHit(

@@ -87,9 +87,15 @@ class _Fetched:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Landed:
-    """What the lander says of saves."""
+    """What the lander says of saves: their names, and how many of them will be written."""
 
     names: tuple[Name, ...]
+    num_queued: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Written:
+    """What the writer says of a piece, written or not."""
 
 
 class Memory:
@@ -165,12 +171,13 @@ class StateStore:
         self._bad: set[Name] = set()
         self._fetches: WeakValueDictionary[bytes, Fetch] = WeakValueDictionary()
         self._num_reading = 0
+        self._num_writing = 0
         self._lock = threading.Lock()
         self._num_write_bytes = 0
         self._landing: rt.Queue[tuple[rt.Ticket, tuple[PieceSave, ...]] | None]
         self._writing: rt.Queue[tuple[Name, np.ndarray, int] | None]
         self._reading: rt.Queue[Fetch | None]
-        self._done: rt.Queue[_Fetched | _Landed]
+        self._done: rt.Queue[_Fetched | _Landed | _Written]
         self._landing, self._writing = runtime.queue(), runtime.queue()
         self._reading, self._done = runtime.queue(), runtime.queue()
         self._is_closed = False
@@ -255,13 +262,18 @@ class StateStore:
 
     def wait(self, timeout_s: float) -> None:
         """Wait for one thing that a thread does, if there is any to come."""
-        if not (self._num_reading or self.num_landing):
+        if not self._is_busy:
             return
         try:
             item = self._done.get(timeout_s)
         except queue.Empty:
             return
         self._hear(item)
+
+    def flush(self) -> None:
+        """Wait until everything that was taken over is where it belongs."""
+        while self._is_busy:
+            self._hear(self._done.get())
 
     def export(self, keys: Sequence[bytes]) -> bytes | None:
         """Make an archive of the longest prefix that is here.
@@ -300,7 +312,7 @@ class StateStore:
                     refused[error.fault] += 1
                     continue
                 data.setflags(write=False)
-                self._keep((kind, key), data, column)
+                self._num_writing += self._keep((kind, key), data, column)
                 taken += 1
         except BadPieceError as error:
             refused[error.fault] += 1
@@ -344,9 +356,17 @@ class StateStore:
             return False
         return self.memory.has(name) or (self.folder is not None and self.folder.has(*name))
 
-    def _hear(self, item: _Fetched | _Landed) -> None:
+    @property
+    def _is_busy(self) -> bool:
+        return bool(self._num_reading or self.num_landing or self._num_writing > 0)
+
+    def _hear(self, item: _Fetched | _Landed | _Written) -> None:
+        if isinstance(item, _Written):
+            self._num_writing -= 1  # The lander may say only later that it was queued.
+            return
         if isinstance(item, _Landed):
             self.num_landing -= 1
+            self._num_writing += item.num_queued
             self._saving.difference_update(item.names)
             self._bad.difference_update(item.names)
             return
@@ -365,26 +385,29 @@ class StateStore:
             ticket, saves = item
             rows = ticket.result()
             places: Counter[PieceKind] = Counter()
+            num_queued = 0
             for save in saves:
                 row = rows[save.kind][places[save.kind]]
                 places[save.kind] += 1
                 data = row[: self.wire.num_bytes(save.kind)].copy()
                 data.setflags(write=False)
-                self._keep((save.kind, save.key), data, save.column)
-            self._done.put(_Landed(tuple((save.kind, save.key) for save in saves)))
+                num_queued += self._keep((save.kind, save.key), data, save.column)
+            names = tuple((save.kind, save.key) for save in saves)
+            self._done.put(_Landed(names, num_queued))
 
-    def _keep(self, name: Name, data: np.ndarray, column: int) -> None:
-        """Put a piece into memory, and let it be written."""
+    def _keep(self, name: Name, data: np.ndarray, column: int) -> bool:
+        """Put a piece into memory, and let it be written; returns whether it will be."""
         self.memory.put(name, data)
         with self._lock:
             self.num_saved += 1
             if self.folder is None:
-                return
+                return False
             if self._num_write_bytes + data.nbytes > _MAX_WRITE_BYTES:
                 self.num_dropped += 1
-                return
+                return False
             self._num_write_bytes += data.nbytes
         self._writing.put((name, data, column))
+        return True
 
     def _write(self) -> None:
         while (item := self._writing.get()) is not None:
@@ -399,6 +422,7 @@ class StateStore:
                 self.num_failed_writes += 1
             with self._lock:
                 self._num_write_bytes -= data.nbytes
+            self._done.put(_Written())
 
     # The reader --------------------------------------------------------------------------------
 
