@@ -91,12 +91,13 @@ def first_chunk_before_its_loads(engine: Engine, faulty: bool) -> None:  # noqa:
     has_store=True, speculative="none", state_store_step_bytes=1, checkpoint_retention="all",
 )
 def pieces_packed_over_those_read_back(engine: Engine, faulty: bool) -> None:  # noqa: FBT001
-    """A frame of saved pieces is used again without waiting until the last ones have landed."""
+    """Pieces to save are packed over others whose copy to the host has not landed."""
     assert engine.worker.transfers is not None
     ring = engine.worker.transfers._saves  # noqa: SLF001 - a mutant takes back what is private
     take = ring.next
 
     def detour() -> rt.Frame:
+        ring._current = ring.depth - 1  # noqa: SLF001 - the same frame each time
         if faulty:
             for frame in ring._frames:  # noqa: SLF001
                 frame.streams.clear()
