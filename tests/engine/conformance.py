@@ -54,9 +54,17 @@ def make_engine(
     model: Any,  # noqa: ANN401
     *,
     draft_model: Any = None,  # noqa: ANN401
+    weights: str = "tiny",
     **options: Any,  # noqa: ANN401
 ) -> Engine:
-    """Build an engine around a model; invariants are checked after every step."""
+    """Build an engine around a model; invariants are checked after every step.
+
+    Args:
+        model: The model.
+        draft_model: For `draft:x:K`.
+        weights: What a state store knows them by.
+        options: Fields of EngineConfig.
+    """
     settings: dict[str, Any] = {
         "model": "tiny",
         "max_num_seqs": 4,
@@ -69,7 +77,8 @@ def make_engine(
         "check_invariants": True,
     }
     config = EngineConfig(**(settings | options))
-    return Engine(config, parts=load_parts(config, model=model, draft_model=draft_model))
+    parts = load_parts(config, model=model, draft_model=draft_model, fingerprints=(weights,))
+    return Engine(config, parts=parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

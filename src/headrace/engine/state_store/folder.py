@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 _SLACK = 16
 """One part in so many: freed beyond the bound at once, and written before others' files are
 looked at again."""
+_RANK_NS = 10_000_000
+"""Between columns of a prefix: longer than from one write to the next."""
 _ABANDONED_S = 600.0
 """Seconds after which an unfinished file is nobody's."""
 
@@ -99,6 +101,8 @@ class Folder:
         Raises:
             OSError: The disk is full, or does not work.
         """
+        # Somebody may have cleared the folder away while we run.
+        self._own.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=self._own)
         try:
             with os.fdopen(handle, "wb") as file:
@@ -124,7 +128,7 @@ class Folder:
             rank: Its column: of pieces that are used together the later ones make room first, since
                 without the earlier ones they are of no use.
         """
-        now = time.time_ns() - rank * 1000
+        now = time.time_ns() - rank * _RANK_NS
         with contextlib.suppress(FileNotFoundError):
             os.utime(self._file(kind, key), ns=(now, now))
 

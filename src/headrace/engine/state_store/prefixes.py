@@ -29,6 +29,8 @@ _MAX_FETCHES = 4
 """Prefixes that wait in host memory for their sequences, beyond the store's own bound."""
 _MAX_LANDING = 3
 """Steps whose pieces are on their way to the host; more would hold more pinned memory."""
+_MAX_COMPLETE = 65536
+"""Prefixes that are remembered to be in the store."""
 _PINNED_SHARE = 4
 """One block in so many may be pinned for the store; what exceeds it is not saved."""
 
@@ -104,6 +106,8 @@ class StoredPrefixes:
         self._queue: deque[PieceSave] = deque()
         self._queued: set[tuple[str, bytes]] = set()
         self._pins: Counter[BlockPool] = Counter()
+        self._complete: set[bytes] = set()
+        self._num_losses = 0
 
     # Saving ------------------------------------------------------------------------------------
 
@@ -115,7 +119,7 @@ class StoredPrefixes:
         """
         size = self._size
         columns = keys[size - 1 :: size]
-        if self._is_known("state", columns[-1]):
+        if self._is_complete(columns):
             return
         entries = [pool.lookup(columns[-1]) for pool in self._cache.state_pools]
         states = tuple(entry.block for entry in entries if entry and not entry.is_generated)
@@ -129,9 +133,10 @@ class StoredPrefixes:
             )
             for column, key in enumerate(columns) if not self._is_known("kv", key)
         ]
-        saves.append(
-            PieceSave(kind="state", key=columns[-1], column=len(columns), blocks=states)
-        )
+        if not self._is_known("state", columns[-1]):
+            saves.append(
+                PieceSave(kind="state", key=columns[-1], column=len(columns), blocks=states)
+            )
         if not self._may_pin(saves):
             self.store.num_dropped += len(saves)
             return
@@ -256,6 +261,19 @@ class StoredPrefixes:
             if not np.array_equal(tokens, expected):
                 self.store.reject(("kv", fetch.keys[column]), "foreign")
                 return False
+        return True
+
+    def _is_complete(self, columns: list[bytes]) -> bool:
+        """Whether the store has all pieces of a prefix; looked up once, as long as none is lost."""
+        if self._num_losses != self.store.num_losses or len(self._complete) > _MAX_COMPLETE:
+            self._num_losses = self.store.num_losses
+            self._complete.clear()
+        if columns[-1] not in self._complete:
+            if not self._is_known("state", columns[-1]):
+                return False
+            if not all(self._is_known("kv", key) for key in columns):
+                return False
+            self._complete.add(columns[-1])
         return True
 
     def _is_known(self, kind: PieceKind, key: bytes) -> bool:

@@ -236,6 +236,12 @@ class StateStore:
         self._reading.put(fetch)
         return fetch
 
+    @property
+    def num_losses(self) -> int:
+        """Pieces that were here and are not any more, as far as this process knows."""
+        on_disk = 0 if self.folder is None else self.folder.num_evictions
+        return self.misses.total() + self.memory.num_evictions + on_disk
+
     def take(self, ticket: rt.Ticket, saves: tuple[PieceSave, ...]) -> None:
         """Take pieces over whose copies have been enqueued.
 
@@ -381,19 +387,22 @@ class StateStore:
     # The lander and the writer -----------------------------------------------------------------
 
     def _land(self) -> None:
+        # Nothing that is done stays in a variable while a thread waits: pieces are large.
         while (item := self._landing.get()) is not None:
-            ticket, saves = item
-            rows = ticket.result()
-            places: Counter[PieceKind] = Counter()
-            num_queued = 0
-            for save in saves:
-                row = rows[save.kind][places[save.kind]]
-                places[save.kind] += 1
-                data = row[: self.wire.num_bytes(save.kind)].copy()
-                data.setflags(write=False)
-                num_queued += self._keep((save.kind, save.key), data, save.column)
-            names = tuple((save.kind, save.key) for save in saves)
-            self._done.put(_Landed(names, num_queued))
+            self._done.put(self._take_in(*item))
+            del item
+
+    def _take_in(self, ticket: rt.Ticket, saves: tuple[PieceSave, ...]) -> _Landed:
+        rows = ticket.result()
+        places: Counter[PieceKind] = Counter()
+        num_queued = 0
+        for save in saves:
+            row = rows[save.kind][places[save.kind]]
+            places[save.kind] += 1
+            data = row[: self.wire.num_bytes(save.kind)].copy()
+            data.setflags(write=False)
+            num_queued += self._keep((save.kind, save.key), data, save.column)
+        return _Landed(tuple((save.kind, save.key) for save in saves), num_queued)
 
     def _keep(self, name: Name, data: np.ndarray, column: int) -> bool:
         """Put a piece into memory, and let it be written; returns whether it will be."""
@@ -411,24 +420,28 @@ class StateStore:
 
     def _write(self) -> None:
         while (item := self._writing.get()) is not None:
-            (kind, key), data, column = item
-            assert self.folder is not None
-            try:
-                if not self.folder.has(kind, key):
-                    self.folder.write(kind, key, *self.wire.encode(kind, key, data), column)
-            except OSError as error:
-                if not self.num_failed_writes:
-                    _LOG.warning("the state store cannot write to its folder: %s", error)
-                self.num_failed_writes += 1
-            with self._lock:
-                self._num_write_bytes -= data.nbytes
+            self._write_piece(*item)
+            del item
             self._done.put(_Written())
+
+    def _write_piece(self, name: Name, data: np.ndarray, column: int) -> None:
+        assert self.folder is not None
+        try:
+            if not self.folder.has(*name):
+                self.folder.write(*name, *self.wire.encode(*name, data), column)
+        except OSError as error:
+            if not self.num_failed_writes:
+                _LOG.warning("the state store cannot write to its folder: %s", error)
+            self.num_failed_writes += 1
+        with self._lock:
+            self._num_write_bytes -= data.nbytes
 
     # The reader --------------------------------------------------------------------------------
 
     def _read(self) -> None:
         while (fetch := self._reading.get()) is not None:
             self._done.put(self._gather(fetch))
+            del fetch  # Or whoever asks for the same prefix again would be given this one.
 
     def _gather(self, fetch: Fetch) -> _Fetched:
         """Get all pieces of a fetch, the last columns first: so the first ones stay longest."""
