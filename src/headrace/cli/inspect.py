@@ -72,6 +72,14 @@ def _print(inspection: "Inspection") -> None:
     table.add_row(
         "shortest cached prefix", "no prefix cache" if shortest is None else f"{shortest} tokens"
     )
+    store = inspection.state_store
+    if store is not None:
+        table.add_row(
+            "state store",
+            f"{readable_bytes(store.memory_bytes)} of memory, {readable_bytes(store.disk_bytes)} "
+            f"of disk; a prompt of {store.prefix_tokens:,} tokens takes "
+            f"{readable_bytes(store.prefix_bytes)}",
+        )
     for fit in inspection.fits:
         table.add_row(
             f"at {fit.context_tokens:,} tokens", f"{fit.sequences} sequences at once"

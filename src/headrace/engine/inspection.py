@@ -15,9 +15,11 @@ from headrace.engine.load import (
     _resolve,
     _scheme,
     _sizes,
+    has_store,
     parse_speculative,
     resolve_graphs,
     resolve_on,
+    store_limits,
 )
 from headrace.errors import ConfigError
 from headrace.models.config import ModelConfig
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from headrace.worker.buffers import WorkerSizes
     from headrace.worker.state_scheme import Columns, Replay, StateScheme
 
+_LONG_PROMPT = 16384
 _CONTEXTS = (1024, 4096, 16384, 65536, 262144)
 _MOST_SEQUENCES = 1 << 16
 
@@ -68,6 +71,25 @@ class Fit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoreRoom:
+    """What the state store has room for.
+
+    Args:
+        path: Folder of its files, or None.
+        memory_bytes: Bound in host memory.
+        disk_bytes: Bound of the files.
+        prefix_tokens: Length of a long prompt.
+        prefix_bytes: What it takes there: its KV, and one checkpoint.
+    """
+
+    path: str | None
+    memory_bytes: int
+    disk_bytes: int
+    prefix_tokens: int
+    prefix_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
     """One decoder layer."""
 
@@ -86,6 +108,7 @@ class Inspection:
         weight_bytes: Of all parameters in the compute dtype.
         mtp_layers: Layers of the multi-token-prediction head.
         ignored_config_keys: Keys of config.json that are not understood.
+        state_store: None without one.
     """
 
     model: str
@@ -101,6 +124,7 @@ class Inspection:
     weight_bytes: int
     max_model_len: int
     ignored_config_keys: tuple[str, ...]
+    state_store: StoreRoom | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -319,6 +343,22 @@ def _inspection(
         weight_bytes=model.num_parameters * model.dtype.itemsize,
         max_model_len=max_model_len,
         ignored_config_keys=model_config.ignored_keys,
+        state_store=(
+            _store_room(config, model, scheme, max_model_len) if has_store(config) else None
+        ),
+    )
+
+
+def _store_room(
+    config: EngineConfig, model: Any, scheme: StateScheme, max_model_len: int  # noqa: ANN401
+) -> StoreRoom:
+    memory, disk = store_limits(config)
+    tokens = min(max_model_len, _LONG_PROMPT) // scheme.unit * scheme.unit
+    kv = model.num_kv_layers * model.config.kv_width * model.dtype.itemsize + torch.int64.itemsize
+    state = sum(_group(group).bytes_per_block for group in model.state_groups(0))
+    return StoreRoom(
+        path=config.state_store, memory_bytes=memory, disk_bytes=disk, prefix_tokens=tokens,
+        prefix_bytes=tokens * kv + state,
     )
 
 

@@ -319,18 +319,25 @@ def _stored_prefixes(
             "their fingerprints"
         )
     context = context_of(config, fingerprints, transfers.layouts)
-    folder, memory = None, config.state_store_memory
+    folder = None
+    memory, disk = store_limits(config)
     if config.state_store is not None:
-        limit = config.state_store_disk or _STORE_DISK_BYTES
-        folder = Folder(Path(config.state_store), context, limit)
-        memory = _STORE_MEMORY_BYTES if memory is None else memory
-        _LOG.info(
-            "prefixes are kept in %s: %d bytes of %d", folder.path, folder.num_bytes, limit
-        )
-    store = StateStore(
-        runtime, Wire(context, transfers.layouts), memory_bytes=memory or 0, folder=folder
-    )
+        folder = Folder(Path(config.state_store), context, disk)
+        _LOG.info("prefixes are kept in %s: %d bytes of %d", folder.path, folder.num_bytes, disk)
+    wire = Wire(context, transfers.layouts)
+    store = StateStore(runtime, wire, memory_bytes=memory, folder=folder)
     return StoredPrefixes(store, cache, transfers.layouts, transfers.max_pieces)
+
+
+def store_limits(config: EngineConfig) -> tuple[int, int]:
+    """Bytes that the state store may take in memory and on disk."""
+    memory, disk = config.state_store_memory, config.state_store_disk
+    if config.state_store is None:
+        return memory or 0, 0
+    return (
+        _STORE_MEMORY_BYTES if memory is None else memory,
+        _STORE_DISK_BYTES if disk is None else disk,
+    )
 
 
 def _beside_pools(

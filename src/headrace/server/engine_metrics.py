@@ -73,6 +73,7 @@ class EngineCollector(Collector):
         yield from self._steps(stats)
         yield from self._pools(stats)
         yield from self._cache(stats, stats.get("prefix_cache", {}))
+        yield from self._store(stats.get("state_store") or {})
         yield from self._drafts(stats)
 
     def _states_of_waiting(self, stats: dict[str, Any]) -> Iterator[Metric]:
@@ -150,6 +151,7 @@ class EngineCollector(Collector):
 
     def _cache(self, stats: dict[str, Any], cache: dict[str, Any]) -> Iterator[Metric]:
         hits = cache.get("hit_tokens", 0)
+        stored = (stats.get("state_store") or {}).get("hit_tokens", 0)
         yield self._counter(
             "vllm:prefix_cache_queries",
             "Prompt tokens looked up, again after each preemption.", cache.get("query_tokens", 0),
@@ -157,7 +159,7 @@ class EngineCollector(Collector):
         yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found.", hits)
         yield self._counters(
             "vllm:prompt_tokens_cached_by_source", "Prompt tokens found, by where they lay.",
-            "source", {"device": hits},
+            "source", {"device": hits - stored, "state_store": stored},
         )
         yield self._counters(
             "vllm:prompt_tokens_by_source", "Prompt tokens by where they came from.", "source",
@@ -167,6 +169,30 @@ class EngineCollector(Collector):
         yield self._counters(
             "headrace:prefix_cache_missed_tokens", "Prompt tokens computed, by reason.", "reason",
             cache.get("missed_tokens", {}),
+        )
+
+    def _store(self, store: dict[str, Any]) -> Iterator[Metric]:
+        yield self._counter(
+            "headrace:state_store_hits", "Prompts whose prefix came from the state store.",
+            store.get("hits", 0),
+        )
+        yield self._counters(
+            "headrace:state_store_misses",
+            "Prompts that the state store had nothing for, and pieces that were of no use, by "
+            "reason.", "reason", store.get("misses", {}),
+        )
+        yield self._counter(
+            "headrace:state_store_dropped_pieces",
+            "Pieces of prefixes that were not saved: too many were on their way.",
+            store.get("dropped_pieces", 0),
+        )
+        yield self._counter(
+            "headrace:state_store_failed_writes", "Pieces that the disk did not take.",
+            store.get("failed_writes", 0),
+        )
+        yield self._gauges(
+            "headrace:state_store_bytes", "Bytes of prefixes in the state store.", "tier",
+            {tier: store.get(f"{tier}_bytes", 0) for tier in ("memory", "disk")},
         )
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
