@@ -108,6 +108,9 @@ def check_mixer(
         if tensor.stride(1) != 1:
             msg = f"{name}: columns must be adjacent, strides are {tensor.stride()}"
             raise ValueError(msg)
+    if ring is not None and not inputs.dtype == window.dtype == ring.inputs.dtype:
+        msg = f"inputs are {inputs.dtype}, windows {window.dtype}, rings {ring.inputs.dtype}; "
+        raise ValueError(msg + "they hold the same values and must have one dtype")
     if k_dim & (k_dim - 1) or v_dim & (v_dim - 1):
         msg = f"head sizes must be powers of 2, not K={k_dim}, V={v_dim}"
         raise ValueError(msg)

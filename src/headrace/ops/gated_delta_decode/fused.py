@@ -8,8 +8,8 @@ import torch
 
 from headrace.ops.gated_delta_decode.kernel import gated_delta_decode_kernel
 from headrace.ops.gated_delta_decode.kernel_replay import (
-    replay_advance_kernel,
     replay_answer_kernel,
+    replay_prepare_kernel,
 )
 from headrace.rt.kernels import launch_kernel
 
@@ -24,8 +24,12 @@ ROWS, NUM_WARPS = 32, 4
 BATCH = 4
 """Pending tokens whose loads are on the way together."""
 
-REPLAY_ROWS = 128
-"""Value rows of a program that asks bfloat16 states; 64 of them take a tenth longer on an H200."""
+PREPARE_WARPS, CHUNK = 4, 32
+"""Of the first replay kernel: its warps, and channels of keys and queries multiplied at a time."""
+
+ANSWER_WARPS, ANSWER_REGISTERS, REPLAY_ROWS = 4, 128, 16
+"""Of the second one: its warps, their registers (so that four programs share a multiprocessor), and
+value rows of a base that are made at a time (with more of them they would not fit in)."""
 
 LEAST_WIDTH = 16
 """Tensor cores take products of so many terms and columns."""
@@ -53,6 +57,12 @@ def gated_delta_decode(
     ring: Ring | None = None,
 ) -> None:
     """Decode or verify; see the package."""
+    if ring is not None and state.dtype == torch.bfloat16:
+        _ask(
+            inputs, gate, logits, weights, window, state, token_index, query_lens,
+            rows, out, ring,  # type: ignore[arg-type]
+        )  # fmt: skip
+        return
     hv, v_dim, k_dim = state.shape[1:]
     hk = weights.unit_scale.numel() // 2
     taps = weights.conv.shape[0]
@@ -120,11 +130,7 @@ def gated_delta_decode(
             num_warps=NUM_WARPS,
         )
 
-    if ring is not None and state.dtype == torch.bfloat16:
-        launch(1, n, hk)
-        _ask(state, made, token_index, query_lens, tuple(scheme[2:8]), ring, hk)
-        launch(3, n, hk)
-    elif is_split:
+    if is_split:
         launch(1, n, hk)
         launch(2, n, hk, hv // hk * v_dim // value_rows)
         launch(3, n, hk)
@@ -133,39 +139,88 @@ def gated_delta_decode(
 
 
 def _ask(
+    inputs: Tensor,
+    gate: Tensor,
+    logits: Tensor,
+    weights: MixerWeights,
+    window: Tensor,
     state: Tensor,
-    made: Tensor,
     token_index: Tensor,
     query_lens: Tensor,
-    rows: tuple[Tensor | None, ...],
+    rows: ReplayRows,
+    out: Tensor,
     ring: Ring,
-    hk: int,
 ) -> None:
-    """The states' part for bfloat16 states of the replay scheme."""
+    """Decode or verify with bfloat16 states of the replay scheme, by products."""
     hv, v_dim, k_dim = state.shape[1:]
-    width, length = token_index.shape[1], ring.inputs.shape[1]
-    value_rows = min(REPLAY_ROWS, v_dim)
-    grid = token_index.shape[0], hk, hv // hk * v_dim // value_rows
+    hk = weights.unit_scale.numel() // 2
+    taps = weights.conv.shape[0]
+    n, width = token_index.shape
+    length = ring.inputs.shape[1]
+    answers = 2 * max(LEAST_WIDTH // 4, 1 << (width - 1).bit_length())
     sizes = {
-        "HK": hk, "GROUP": hv // hk, "K": k_dim, "V": v_dim, "ROWS": value_rows,
-        "PENDING": max(LEAST_WIDTH, length), "RING": length, "num_warps": NUM_WARPS,
+        "HK": hk, "GROUP": hv // hk, "K": k_dim, "V": v_dim, "QUERY": width, "ANSWERS": answers,
+        "PENDING": max(LEAST_WIDTH, length), "RING": length,
     }  # fmt: skip
-    stride = state.stride(0)
+    device = inputs.device
+    # Written by one launch and read by the next.
+    queries = torch.empty(inputs.shape[0], hk, k_dim, dtype=torch.float32, device=device)
+    asked = torch.empty(n, hv, 2 * answers, k_dim, dtype=torch.bfloat16, device=device)
+    shares = torch.empty(n, hv, answers, sizes["PENDING"], dtype=torch.float32, device=device)
+    places = (
+        rows.base_block, rows.base_len, rows.computed, rows.write_block, rows.write_len,
+        rows.ring_block,
+    )  # fmt: skip
     launch_kernel(
-        replay_advance_kernel, grid, state, query_lens, *rows, ring.updates, stride, **sizes
+        replay_prepare_kernel,
+        (n, hk),
+        inputs,
+        logits,
+        weights.conv,
+        weights.gate_bias,
+        weights.gate_factor,
+        weights.unit_scale,
+        window,
+        token_index,
+        query_lens,
+        *places,
+        ring.inputs,
+        ring.updates,
+        queries,
+        asked,
+        shares,
+        inputs.stride(0),
+        logits.stride(0),
+        window.stride(0),
+        HEADS=max(LEAST_WIDTH // answers, 1 << (hv // hk - 1).bit_length()),
+        TAPS=taps,
+        TOKENS=1 << (width - 1).bit_length(),
+        TERMS=2 * LEAST_WIDTH,
+        CHUNK=min(CHUNK, k_dim),
+        ENTRIES=1 << (taps - 2).bit_length(),
+        num_warps=PREPARE_WARPS,
+        **sizes,
     )
     launch_kernel(
         replay_answer_kernel,
-        grid,
+        (n, hv),
         state,
-        made,
+        asked,
+        shares,
+        gate,
+        weights.norm,
+        out,
         token_index,
         query_lens,
-        *rows,
+        *places,
         ring.updates,
-        stride,
-        QUERY=width,
+        gate.stride(0),
+        out.stride(0),
+        state.stride(0),
+        weights.norm_eps,
+        ROWS=min(REPLAY_ROWS, v_dim),
         IS_INTERPRETED=state.device.type == "cpu",
-        COLUMNS=max(LEAST_WIDTH, 1 << (2 * width - 1).bit_length()),
+        num_warps=ANSWER_WARPS,
+        maxnreg=ANSWER_REGISTERS,
         **sizes,
     )

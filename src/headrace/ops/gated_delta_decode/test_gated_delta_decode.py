@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from headrace.ops.aot import Compiled, KernelSpec, compile_kernel
+from headrace.ops.aot import Compiled, KernelSpec, compile_kernel, compile_kernels, spec_of
 from headrace.ops.gated_delta_decode import MixerWeights, Ring, reference
 from headrace.rt import Effect
 from headrace.rt.detector import RowBound, assert_effects
@@ -205,13 +205,19 @@ def test_the_kernel_does_what_the_specification_says(
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("scheme", ["columns", "replay"])
+@pytest.mark.parametrize(
+    ("scheme", "dtype"),
+    [
+        ("columns", torch.float32), ("replay", torch.float32),
+        # By products.
+        ("replay", torch.bfloat16),
+    ],
+)  # fmt: skip
 def test_blocks_of_others_and_rows_that_take_no_part_stay_untouched(
-    scheme: str, race_detector: Detector,
-    fused: ModuleType,
+    scheme: str, dtype: torch.dtype, race_detector: Detector, fused: ModuleType
 ) -> None:
     index, lens, rows = _columns_case() if scheme == "columns" else _replay_case()
-    weights, tokens, pools = _weights(1), _tokens(2, 9, torch.float32), _pools(3, torch.float32)
+    weights, tokens, pools = _weights(1), _tokens(2, 9, dtype), _pools(3, dtype)
     before = pools.clone()
     out = _run(fused, pools, tokens, weights, index, lens, rows)
     assert out[6:].isnan().all()
@@ -369,43 +375,74 @@ def _compiled(scheme: str, state: str, **sizes: int) -> Compiled:
     )
 
 
-def _replay_compiled(name: str, **sizes: int) -> Compiled:
+def _replay_compiled(
+    monkeypatch: pytest.MonkeyPatch, *, query: int, key: int = 128, value: int = 128
+) -> list[Compiled]:
+    """The two kernels of bfloat16 states, for 16 key heads and twice as many value heads."""
     pytest.importorskip("triton")
-    constants: dict[str, object] = {
-        "HK": 16, "GROUP": 2, "K": 128, "V": 128, "ROWS": 128, "PENDING": 32, "RING": 32,
-    }  # fmt: skip
-    kinds = {
-        "*bf16": ("state",),
-        "*fp32": ("ring_update",),
-        "*i64": ("query_lens", "base_len", "computed", "write_len"),
-        "*i32": ("base_block", "write_block", "ring_block"),
-    }
-    if name == "answer":
-        constants |= {"QUERY": 4, "COLUMNS": 16, "IS_INTERPRETED": False}
-        kinds |= {"*fp32": ("scratch", "ring_update"), "*i64": ("token_index", *kinds["*i64"])}
-    constants |= sizes
-    pointers: dict[str, str] = {}
-    for kind, names in kinds.items():
-        pointers |= {f"{pointer}_ptr": kind for pointer in names}
-    return compile_kernel(
-        KernelSpec(
-            kernel=f"headrace.ops.gated_delta_decode.kernel_replay:replay_{name}_kernel",
-            signature=pointers | {"state_stride": "i64"} | dict.fromkeys(constants, "constexpr"),
-            constants=constants,
-            aligned=(*pointers, "state_stride"),
-            options={"num_warps": 4},
-        )
-    )
+    from headrace.ops.gated_delta_decode import fused  # noqa: PLC0415  after the plugin's settings
+
+    def numbers(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    f32, i64 = torch.float32, torch.int64
+    rows, hk, hv = 8, 16, 32
+    channels = 2 * hk * key + hv * value
+    weights = MixerWeights(
+        conv=numbers(TAPS, channels), gate_bias=numbers(2 * hv, dtype=f32),
+        gate_factor=numbers(2 * hv, dtype=f32), unit_scale=numbers(2 * hk, dtype=f32),
+        norm=numbers(value, dtype=f32), norm_eps=1e-6,
+    )  # fmt: skip
+    blocks, lengths = numbers(rows, dtype=torch.int32), numbers(rows, dtype=i64)
+    specs: list[KernelSpec] = []
+
+    def launch(kernel: Any, grid: tuple[int, ...], *args: object, **options: object) -> None:  # noqa: ANN401
+        assert 0 not in grid
+        specs.append(spec_of(kernel, args, options))
+
+    monkeypatch.setattr(fused, "launch_kernel", launch)
+    projected = numbers(rows * query, channels + hv * value + 2 * hv)
+    inputs, gate, logits = projected.split((channels, hv * value, 2 * hv), dim=-1)
+    fused.gated_delta_decode(
+        inputs,
+        gate,
+        logits,
+        weights,
+        numbers(rows, 6, channels),
+        numbers(rows, hv, value, key),
+        numbers(rows, query, dtype=i64),
+        lengths,
+        Replay(
+            base_block=blocks, base_len=lengths, computed=lengths, write_block=blocks,
+            write_len=lengths, ring_block=blocks,
+        ),
+        numbers(rows * query, hv * value),
+        ring=Ring(
+            inputs=numbers(rows, 32, channels),
+            updates=numbers(rows, 32, hk * key + hv * value + 2 * hv, dtype=f32),
+            interval=16,
+        ),
+    )  # fmt: skip
+    assert [spec.kernel.partition(":")[2] for spec in specs] == [
+        "replay_prepare_kernel", "replay_answer_kernel",
+    ]
+    return compile_kernels(specs)
 
 
-@pytest.mark.parametrize("name", ["advance", "answer"])
+@pytest.mark.parametrize("query", [4, pytest.param(8, marks=pytest.mark.full)])
 def test_the_replay_kernels_compile_for_hopper_with_tensor_cores_and_without_spills(
-    name: str,
+    query: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiled = _replay_compiled(name)
-    assert compiled.spill_bytes == 0
-    assert compiled.tensor_core > 0
-    assert compiled.instructions.get("LDG.E.128", 0) >= 8
+    prepare, answer = _replay_compiled(monkeypatch, query=query)
+    # Four programs of four warps share a multiprocessor.
+    for compiled in (prepare, answer):
+        assert compiled.spill_bytes == 0
+        assert compiled.registers <= 128
+        assert compiled.shared_bytes <= 56 * 1024
+    assert not prepare.instructions or "HMMA.1688.F32.TF32" in prepare.instructions
+    assert answer.tensor_core > 0
+    # The state and the changes move 16 bytes at a time.
+    assert not answer.instructions or answer.instructions["LDG.E.128"] >= 16
 
 
 @pytest.mark.parametrize(("scheme", "state"), [("columns", "*bf16"), ("replay", "*fp32")])
@@ -420,9 +457,10 @@ def test_the_kernel_compiles_for_hopper_without_spills(scheme: str, state: str) 
 
 @pytest.mark.parametrize(("scheme", "key", "value"), [("columns", 8, 16), ("replay", 32, 16)])
 def test_the_kernel_compiles_for_heads_whose_values_are_not_as_long_as_their_keys(
-    scheme: str, key: int, value: int
+    scheme: str, key: int, value: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The compiler holds a loop's variables to one shape; the interpreter does not."""
     assert _compiled(scheme, "*fp32", K=key, V=value, ROWS=16).spill_bytes == 0
     if scheme == "replay":
-        assert _replay_compiled("answer", K=key, V=value, ROWS=16).spill_bytes == 0
+        compiled = _replay_compiled(monkeypatch, query=1, key=key, value=value)
+        assert [each.spill_bytes for each in compiled] == [0, 0]
