@@ -35,10 +35,10 @@ LEAST_WIDTH = 16
 """Tensor cores take products of so many terms and columns."""
 
 MIN_PROGRAMS = 256
-"""With fewer rows x key heads than this, states are spread over more programs in three launches.
+"""With fewer rows x key heads than this, states are spread over more programs in two launches.
 
-Measured on an H200 (benchmarks/results/kernels-h200.json): 11 instead of 22 us a layer for one row,
-within a fifth of each other from 32 rows on, either way.
+Measured on an H200 when they were three (benchmarks/results/kernels-h200.json): 11 instead of 22 us
+a layer for one row, within a fifth of each other from 32 rows on, either way.
 """
 
 
@@ -132,8 +132,7 @@ def gated_delta_decode(
 
     if is_split:
         launch(1, n, hk)
-        launch(2, n, hk, hv // hk * v_dim // value_rows)
-        launch(3, n, hk)
+        launch(2, n, hv)
     else:
         launch(0, n, hk)
 

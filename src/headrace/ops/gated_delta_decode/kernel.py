@@ -74,8 +74,8 @@ def gated_delta_decode_kernel(
 
     QUERY is the width of token_index, ROWS the value rows that a program holds at a time, BATCH the
     pending tokens whose loads go together. PHASE 0 does everything in one launch of programs (row,
-    key head); 1, 2 and 3 are its parts as launches of their own, the second one with a program for
-    each ROWS value rows: more programs for small batches, the same bits.
+    key head); 1 and 2 are its parts as launches of their own, the second one with a program for
+    each value head: more programs for small batches, the same bits.
     """
     HV: tl.constexpr = HK * GROUP
     F: tl.constexpr = 2 * HK * K + HV * V
@@ -87,7 +87,15 @@ def gated_delta_decode_kernel(
     ROUNDS: tl.constexpr = state_ptr.dtype.element_ty != tl.float32
 
     n = tl.program_id(0).to(tl.int64)
-    h = tl.program_id(1)
+    # Value heads of this program: those of its key head, or one.
+    if PHASE == 2:
+        h = tl.program_id(1) // GROUP
+        first_head = tl.program_id(1) % GROUP
+        last_head = first_head + 1
+    else:
+        h = tl.program_id(1)
+        first_head = 0
+        last_head = GROUP
     query_len = tl.load(query_lens_ptr + n).to(tl.int64)
     if IS_REPLAY:
         source = tl.load(base_block_ptr + n).to(tl.int64)
@@ -215,18 +223,21 @@ def gated_delta_decode_kernel(
 
         if PHASE == 0 or PHASE == 2:
             # Then the states, a few value rows at a time: what a program holds is small, so several
-            # programs share a multiprocessor and one's loads run while another computes.
-            first_part = 0
-            last_part = GROUP * V // ROWS
-            if PHASE == 2:
-                first_part = tl.program_id(2)
-                last_part = first_part + 1
-            for part in range(first_part, last_part):
+            # programs share a multiprocessor and one's loads run while another computes. The next
+            # rows are on their way while these are worked on.
+            PARTS: tl.constexpr = V // ROWS
+            row_index = tl.arange(0, ROWS)
+            states = state_ptr + source * state_stride + h * GROUP * V * K
+            tile = row_index[:, None] * K + k_index[None, :]  # [ROWS, K]
+            ahead = tl.load(states + first_head * V * K + tile)
+            for part in range(first_head * PARTS, last_head * PARTS):
                 row = part * ROWS  # among the value rows of this key head
                 head = h * GROUP + row // V
-                v_at = h * GROUP * V + row + tl.arange(0, ROWS)
-                tile = v_at[:, None] * K + k_index[None, :]  # [ROWS, K]
-                state = tl.load(state_ptr + source * state_stride + tile).to(tl.float32)
+                v_at = h * GROUP * V + row + row_index
+                state = ahead.to(tl.float32)
+                is_more = (row + ROWS + row_index < last_head * V)[:, None]
+                ahead = tl.load(states + (row + ROWS) * K + tile, mask=is_more, other=0.0)
+                tile_at = h * GROUP * V * K + row * K + tile
                 if IS_REPLAY:
                     # Committed tokens that are not in the base yet: their change of the state is
                     # known. A few at a time, so that their loads are on the way together; a token
@@ -249,7 +260,7 @@ def gated_delta_decode_kernel(
                                 state = state.to(state_ptr.dtype.element_ty).to(tl.float32)
                                 if writes:
                                     new = state_ptr + write_block * state_stride
-                                    tl.store(new + tile, state.to(state_ptr.dtype.element_ty))
+                                    tl.store(new + tile_at, state.to(state_ptr.dtype.element_ty))
                             elif ROUNDS:
                                 if ((at + 1 - write_len) % INTERVAL == 0) & (at < computed):
                                     state = state.to(state_ptr.dtype.element_ty).to(tl.float32)
@@ -279,16 +290,14 @@ def gated_delta_decode_kernel(
                         block = tl.load(blocks_ptr + n * blocks_stride + t).to(tl.int64)
                         if block > 0:
                             new = state_ptr + block * state_stride
-                            tl.store(new + tile, state.to(state_ptr.dtype.element_ty))
-        if PHASE == 0:
+                            tl.store(new + tile_at, state.to(state_ptr.dtype.element_ty))
             tl.debug_barrier()
 
-        if PHASE == 0 or PHASE == 3:
             # Then the gated norm, which needs all value rows of a head.
             norm = tl.load(norm_ptr + v_index).to(tl.float32)
             for step in range(query_len):
                 token = tl.load(token_index_ptr + n * QUERY + tl.cast(step, tl.int64))
-                for g in range(GROUP):
+                for g in range(first_head, last_head):
                     channel = (h * GROUP + g) * V + v_index
                     o = tl.load(scratch_ptr + token * SCRATCH + F + 2 * HV + channel)
                     z = tl.load(gate_ptr + token * gate_stride + channel).to(tl.float32)
@@ -297,6 +306,7 @@ def gated_delta_decode_kernel(
                     out = out_ptr + token * out_stride + channel
                     tl.store(out, o.to(out_ptr.dtype.element_ty))
 
+        if PHASE <= 1:
             # The window last: every load of it by any lane lies before a barrier.
             e = tl.arange(0, ENTRIES_PADDED)[:, None]
             if IS_REPLAY:
