@@ -18,183 +18,37 @@ import json
 import platform
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from choice import bench_choice, check_choice
 from experts import bench_experts, check_experts
 from fusions import bench_fusions, check_fusions
 from mamba2 import bench_mamba2, check_mamba2
+from mixer import (
+    ENTRIES,
+    HV,
+    LAYERS,
+    F,
+    K,
+    V,
+    bench_decode,
+    check_decode,
+    sweep_columns,
+    sweep_replay,
+)
 from prefill import bench_prefill, check_prefill
 from prefill_attention import bench_prefill as bench_paged_prefill
 from prefill_attention import check_prefill as check_paged_prefill
 from products import bench_fixed_linear, check_fixed_linear
-from rows import DRAFTS, INTERVAL, RING, moved, rows_of
+from rows import DRAFTS
 from timing import copy_rate, time_us
 
-from headrace.ops.gated_delta_decode import MixerWeights, Ring, fused, reference
 from headrace.ops.paged_decode import fused as attention
 from headrace.ops.paged_decode import reference as reference_attention
 from headrace.ops.state_columns import StatePool
 from headrace.ops.state_columns import fused as fused_columns
 from headrace.ops.state_columns import reference as reference_columns
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-HK, HV, K, V, TAPS = 16, 32, 128, 128, 4
-F = 2 * HK * K + HV * V
-LAYERS = 24
-ENTRIES = TAPS - 1 + DRAFTS
-
-
-def weights(device: str, heads: tuple[int, int], dtype: torch.dtype) -> MixerWeights:
-    """Random weights with gates as in a trained model."""
-    hk, hv = heads
-    channels = 2 * hk * K + hv * V
-    decay = -torch.exp(torch.rand(hv) * 3 - 4)
-    return MixerWeights(
-        conv=(torch.randn(TAPS, channels) * 0.5).to(device, dtype),
-        gate_bias=torch.cat((torch.zeros(hv), torch.rand(hv) * 3 - 3)).to(device),
-        gate_factor=torch.cat((-torch.ones(hv), decay)).to(device),
-        unit_scale=torch.cat((torch.full((hk,), K**-0.5), torch.ones(hk))).to(device),
-        norm=(1 + 0.1 * torch.randn(V)).to(device),
-        norm_eps=1e-6,
-    )
-
-
-def pools_of(
-    batch: int, heads: tuple[int, int], layers: int, dtype: torch.dtype, device: str, scheme: str
-) -> tuple[Tensor, Tensor, Ring | None]:
-    """Random pools of all layers."""
-    hk, hv = heads
-    channels = 2 * hk * K + hv * V
-    blocks = 1 + batch * (1 + DRAFTS if scheme == "columns" else 1)
-    window = torch.randn(layers, blocks, ENTRIES, channels, device=device).to(torch.bfloat16)
-    state = torch.empty(layers, blocks, hv, V, K, dtype=dtype, device=device)
-    for layer in range(layers):
-        state[layer].normal_()
-    if scheme == "columns":
-        return window, state, None
-    updates = torch.randn(layers, 1 + batch, RING, hk * K + hv * V + 2 * hv, device=device).mul_(
-        0.1
-    )
-    updates[..., -2 * hv :].uniform_(0.5, 1.0)
-    inputs = torch.randn(layers, 1 + batch, RING, channels, device=device).to(torch.bfloat16)
-    return window, state, Ring(inputs=inputs, updates=updates, interval=INTERVAL)
-
-
-def floor_bytes(scheme: str, batch: int, query: int, dtype: torch.dtype) -> float:
-    """Bytes that one layer must move."""
-    state = HV * V * K * dtype.itemsize
-    tokens = batch * query * (2 * F + 2 * 2 * HV * V + 4 * HV)
-    if scheme == "columns":
-        window = batch * 2 * 2 * (TAPS - 1) * F
-        return batch * state * (1 + query) + window + tokens
-    update = 4 * (HK * K + HV * V + 2 * HV)
-    pending = (1 + INTERVAL) / 2
-    ring = batch * (update * (pending + query) + 2 * F * (TAPS - 1 + query))
-    return batch * state * (1 + 1 / INTERVAL) + ring + tokens
-
-
-def bench_decode(rate: float, *, quick: bool) -> list[dict[str, Any]]:
-    """Times by scheme, dtype of the state, batch and tokens of a row."""
-    results = []
-    default = fused.MIN_PROGRAMS
-    for scheme in ("columns", "replay"):
-        for dtype in (torch.float32, torch.bfloat16):
-            for batch in (1, 32, 128) if quick else (1, 32, 128, 256):
-                layers = LAYERS if batch < 128 else 4
-                window, state, ring = pools_of(batch, (HK, HV), layers, dtype, "cuda", scheme)
-                w = weights("cuda", (HK, HV), torch.bfloat16)
-                for query in (1, 1 + DRAFTS):
-                    index, lens, rows = rows_of(scheme, batch, query, "cuda")
-                    tokens = batch * query
-                    x = torch.randn(tokens, F + HV * V + 2 * HV, device="cuda").to(torch.bfloat16)
-                    parts = x.split((F, HV * V, 2 * HV), dim=-1)
-                    out = torch.empty(tokens, HV * V, dtype=torch.bfloat16, device="cuda")
-
-                    def run() -> None:
-                        for layer in range(layers):
-                            own = ring and Ring(
-                                inputs=ring.inputs[layer],
-                                updates=ring.updates[layer],
-                                interval=INTERVAL,
-                            )
-                            fused.gated_delta_decode(
-                                *parts, w, window[layer], state[layer], index, lens, rows, out,
-                                ring=own,
-                            )  # fmt: skip
-
-                    floor = floor_bytes(scheme, batch, query, dtype) / rate * 1e6
-                    for launches in (1, 3):
-                        fused.MIN_PROGRAMS = 0 if launches == 1 else 1 << 30
-                        us = time_us(run) / layers
-                        results.append(
-                            {
-                                "case": f"gated_delta_decode {scheme}",
-                                "state": str(dtype).removeprefix("torch."),
-                                "batch": batch,
-                                "tokens_per_row": query,
-                                "launches": launches,
-                                "us_per_layer": round(us, 2),
-                                "floor_us": round(floor, 2),
-                                "share_of_floor": round(floor / us, 3),
-                            }
-                        )
-                        print(json.dumps(results[-1]), flush=True)
-    fused.MIN_PROGRAMS = default
-    return results
-
-
-def check_decode() -> list[dict[str, Any]]:
-    """Relative error of the kernel on the GPU against the specification on the CPU."""
-    results = []
-    heads = (4, 8)
-    channels = 2 * heads[0] * K + heads[1] * V
-    for scheme in ("columns", "replay"):
-        for dtype in (torch.float32, torch.bfloat16):
-            batch, query = 17, 3
-            pools = pools_of(batch, heads, 1, dtype, "cpu", scheme)
-            w = weights("cpu", heads, torch.bfloat16)
-            index, lens, rows = rows_of(scheme, batch, query, "cpu")
-            lens[5] = 0
-            lens[6] = 1
-            x = torch.randn(batch * query, channels + heads[1] * V + 2 * heads[1])
-            parts = x.to(torch.bfloat16).split((channels, heads[1] * V, 2 * heads[1]), dim=-1)
-
-            def run(
-                op: Any,  # noqa: ANN401  either implementation
-                device: str,
-                *,
-                pools: Any = pools,  # noqa: ANN401
-                w: Any = w,  # noqa: ANN401
-                inputs: Any = (parts, index, lens, rows, batch * query),  # noqa: ANN401
-            ) -> list[Tensor]:
-                window, state, ring = (moved(pool, device) for pool in pools)
-                projected, places, lengths, batch_rows, count = inputs
-                own = ring and Ring(
-                    inputs=ring.inputs[0], updates=ring.updates[0], interval=INTERVAL
-                )
-                out = torch.zeros(count, heads[1] * V, device=device)
-                op.gated_delta_decode(
-                    *moved(projected, device), moved(w, device), window[0], state[0],
-                    *moved((places, lengths, batch_rows), device), out, ring=own,
-                )  # fmt: skip
-                tensors = [out, window, state] + ([own.inputs, own.updates] if own else [])
-                return [t.float().cpu() for t in tensors]
-
-            got, want = run(fused, "cuda"), run(reference, "cpu")
-            errors = [float((a - b).norm() / b.norm()) for a, b in zip(got, want, strict=True)]
-            results.append(
-                {
-                    "case": f"gated_delta_decode {scheme} against its specification",
-                    "state": str(dtype).removeprefix("torch."),
-                    "relative_error_out_window_state_ring": [f"{e:.1e}" for e in errors],
-                }
-            )
-            print(json.dumps(results[-1]), flush=True)
-    return results
 
 
 def columns_case(batch: int, device: str, *, moving: bool) -> dict[str, Any]:
@@ -333,7 +187,7 @@ def bench_attention(rate: float) -> list[dict[str, Any]]:
 
 PARTS = (
     "attention", "choice", "columns", "decode", "deterministic_linear", "experts", "fusions",
-    "gated_delta_prefill", "mamba2", "paged_prefill",
+    "gated_delta_prefill", "mamba2", "paged_prefill", "sweep_columns", "sweep_replay",
 )  # fmt: skip
 
 
@@ -352,6 +206,8 @@ def main() -> None:
         "choice": check_choice,
         "columns": check_columns,
         "decode": check_decode,
+        "sweep_columns": check_decode,
+        "sweep_replay": check_decode,
         "deterministic_linear": check_fixed_linear,
         "experts": check_experts,
         "fusions": check_fusions,
@@ -359,7 +215,8 @@ def main() -> None:
         "mamba2": check_mamba2,
         "paged_prefill": check_paged_prefill,
     }
-    checks = [row for part, check in checkers.items() if part in parts for row in check()]
+    wanted = dict.fromkeys(check for part, check in checkers.items() if part in parts)
+    checks = [row for check in wanted for row in check()]
     rate = copy_rate()
     print(json.dumps({"copy_tb_per_s": round(rate / 1e12, 3)}), flush=True)
     benches = {
@@ -373,6 +230,8 @@ def main() -> None:
         "gated_delta_prefill": lambda: bench_prefill(rate),
         "mamba2": lambda: bench_mamba2(rate),
         "paged_prefill": lambda: bench_paged_prefill(rate),
+        "sweep_columns": lambda: sweep_columns(rate),
+        "sweep_replay": lambda: sweep_replay(rate),
     }
     rows = [row for part in parts for row in benches[part]()]
     report = {
