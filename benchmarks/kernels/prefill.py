@@ -49,8 +49,8 @@ def weights(dtype: torch.dtype) -> MixerWeights:
 
 def tables(prompts: Sequence[PromptRow]) -> PrefillRows:
     """Rows on the device."""
-    made = number_rows(prompts, GRID)
-    return made.on_device(torch.tensor(made.numbers, dtype=torch.int32, device="cuda"))
+    layout, numbers = number_rows(prompts, GRID)
+    return layout.on_device(torch.tensor(numbers, dtype=torch.int32, device="cuda"))
 
 
 def by_operations(

@@ -1,4 +1,4 @@
-"""What a decode step launches needs nothing that only the device knows, and compiles for Hopper.
+"""What a step launches needs nothing that only the device knows, and compiles for Hopper.
 
 Both are shown on the meta device, whose tensors have shapes and no values: what asks for a value
 there, such as `.item()`, raises.
@@ -122,9 +122,11 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
     from headrace.ops.add_rms_norm import fused as norm  # noqa: PLC0415
     from headrace.ops.attention_inputs import fused as heads  # noqa: PLC0415
     from headrace.ops.gated_delta_decode import fused as mixer  # noqa: PLC0415
+    from headrace.ops.gated_delta_prefill import fused as mixer_of_prompts  # noqa: PLC0415
     from headrace.ops.gated_product import fused as product  # noqa: PLC0415
     from headrace.ops.mamba2_decode import fused as mamba2  # noqa: PLC0415
     from headrace.ops.paged_decode import fused as attention  # noqa: PLC0415
+    from headrace.ops.paged_prefill import fused as attention_of_prompts  # noqa: PLC0415
     from headrace.ops.routed_experts import fused as experts  # noqa: PLC0415
     from headrace.ops.state_columns import fused as columns  # noqa: PLC0415
     from headrace.ops.token_choice import fused as choice  # noqa: PLC0415
@@ -135,8 +137,14 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
         assert 0 not in grid
         specs.append(spec_of(kernel, args, options))
 
+    def launch_if_any(kernel: Any, grid: tuple[int, ...], *args: object, **options: object) -> None:  # noqa: ANN401
+        if 0 not in grid:
+            launch(kernel, grid, *args, **options)
+
     for module in (norm, heads, mixer, mamba2, product, attention, experts, choice):
         monkeypatch.setattr(module, "launch_kernel", launch)
+    for module in (mixer_of_prompts, attention_of_prompts):
+        monkeypatch.setattr(module, "launch_kernel", launch_if_any)
     # Its tuples nobody compiles here; and tensors without memory have no addresses to compare.
     monkeypatch.setattr(columns, "launch_kernel", lambda *_, **__: None)
     monkeypatch.setattr(columns, "refuse_shared", lambda *_: None)
@@ -157,14 +165,16 @@ def on_meta(value: Any) -> Any:  # noqa: ANN401
 
 
 @pytest.mark.parametrize(("layout", "scheme", "drafts", "graphs"), STEPS)
-def test_launches_of_a_decode_step_ask_the_device_for_nothing(
+def test_launches_of_a_step_ask_the_device_for_nothing_and_copy_nothing_to_it(
     layout: str, scheme: str, drafts: str, graphs: str, launched: list[KernelSpec]
 ) -> None:
     sizes: dict[str, Any] = {
         "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
         "layer_types": ["linear_attention", "full_attention"], **KERNEL_SIZES,
     }
-    ops = launch_twice_on_meta(tiny_model(**sizes), layout, scheme, drafts, graphs)
+    ops = launch_twice_on_meta(
+        tiny_model(**sizes), layout, scheme, drafts, graphs, with_prompts=True
+    )
     assert {"advance", "forward", "verify"} <= ops
     assert ("save" in ops) == (scheme == "columns")
     drafter = drafts.partition(":")[0]
@@ -174,7 +184,9 @@ def test_launches_of_a_decode_step_ask_the_device_for_nothing(
     assert kernels == {
         "add_rms_norm_kernel", "attention_inputs_kernel", "gated_product_kernel",
         "gated_delta_decode_kernel", "paged_decode_kernel", "combine_splits_kernel",
-        "best_of_parts_kernel", "best_of_row_kernel",
+        "best_of_parts_kernel", "best_of_row_kernel", "paged_prefill_kernel",
+        "prefill_inputs_kernel", "prefill_window_kernel", "prefill_within_kernel",
+        "prefill_along_kernel", "prefill_norm_kernel",
     }
 
 
@@ -195,23 +207,32 @@ def launch_twice_on_meta(
     scheme: str,
     drafts: str,
     graphs: str,
+    *,
+    with_prompts: bool = False,
 ) -> set[str]:
-    """Serve requests, each first launch of a decode step on the meta device too; return the ops."""
+    """Serve requests, each sort of launch on the meta device too; return the ops.
+
+    Only launches of steps without prompts, unless with_prompts.
+    """
     engine = make_engine(
         model, draft_model=model if drafts.startswith("draft") else None, kernels="triton",
         graphs=graphs, batch_layout=layout, state_scheme=scheme, speculative=drafts,
         replay_interval=4 if scheme == "replay" else None,
+        # So few that a prompt is beside rows that generate.
+        max_num_batched_tokens=24,
     )
     # So that drafts are proposed from the first step on.
     engine.scheduler.policy = None
     twin = _without_weights(model.config, EngineConfig(dtype="float32", state_dtype="float32"))
     runtime, launch = engine.parts.runtime, engine.parts.runtime.launch
-    seen: set[tuple[str, bool, int]] = set()
+    seen: set[tuple[str, bool, int, int]] = set()
 
     def launch_twice(op: rt.Op[Any], stream: rt.Stream, **arguments: Any) -> None:  # noqa: ANN401
         shape: StepShape | None = arguments.get("shape")
-        place = (op.name, shape.may_cross, shape.max_query_len) if shape is not None else None
-        if place is not None and not shape.known and place not in seen:
+        place = None
+        if shape is not None and (with_prompts or not shape.known):
+            place = (op.name, shape.may_cross, shape.max_query_len, len(shape.known))
+        if place is not None and place not in seen:
             seen.add(place)
             without = {
                 name: on_meta(tensors_of(name, value)) if name in op.effects else value
@@ -238,7 +259,12 @@ def launch_twice_on_meta(
             engine.worker.scripts[request.sequences[0].seq_id] = (script, script % 4)
     while engine.has_work():
         engine.step()
-    return {name for name, _, _ in seen}
+    # Prompts alone, and one beside generating rows.
+    if with_prompts:
+        assert {(q > 0, known > 0) for _, _, q, known in seen} >= {
+            (False, True), (True, True), (True, False)
+        }
+    return {name for name, *_ in seen}
 
 
 def specs_of_shape(

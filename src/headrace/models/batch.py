@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from headrace.ops.gated_delta_prefill import PrefillRows
     from headrace.ops.paged_prefill import PrefillTiles
 
 ROW_TILE = 16
@@ -156,6 +157,8 @@ class StepBatch:
         kernels: What computes the step. "triton" only for a model whose `kernel_obstacle` is None.
         prefill: How the kernel attends from the known rows: the model's tiles of them. None without
             such rows, without attention and with PyTorch operations.
+        prompts: Per state group, the known rows whose path is "scan" as the kernels take them.
+            Empty without such rows and with PyTorch operations.
     """
 
     num_tokens: int
@@ -167,6 +170,7 @@ class StepBatch:
     scan_grid: int = 64
     kernels: Kernels = "torch"
     prefill: PrefillTiles | None = None
+    prompts: tuple[PrefillRows, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

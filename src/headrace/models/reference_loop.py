@@ -24,6 +24,8 @@ from headrace.models.batch import (
     VerifyRows,
 )
 from headrace.models.layers.attention_plan import tiling_of
+from headrace.models.layers.split_plan import lists_prompts
+from headrace.ops.gated_delta_prefill import PrefillRows, PromptRow, number_rows
 from headrace.ops.paged_prefill import PrefillTiles, Span
 
 if TYPE_CHECKING:
@@ -223,7 +225,25 @@ def prompt_batch(
         scan_grid=scan_grid,
         kernels=kernels,
         prefill=prefill,
+        prompts=_list_prompt(row, scan_grid, device) if lists_prompts(model, kernels) else (),
     )
+
+
+def _list_prompt(row: KnownRow, grid: int, device: torch.device) -> tuple[PrefillRows, ...]:
+    """Return the only row of a step as kernels take it, for each state group."""
+    listed = []
+    for state in row.states:
+        prompt = PromptRow(
+            first=row.token_offset,
+            start=row.start,
+            length=row.length,
+            source=state.source_block,
+            target=state.target_block,
+            exports=state.exports,
+        )
+        layout, numbers = number_rows([prompt], grid)
+        listed.append(layout.on_device(torch.tensor(numbers, dtype=torch.int32, device=device)))
+    return tuple(listed)
 
 
 def token_batch(

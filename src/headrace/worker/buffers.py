@@ -40,6 +40,7 @@ import torch
 
 from headrace import rt
 from headrace.models.batch import ROW_TILE
+from headrace.ops.gated_delta_prefill import max_numbers
 from headrace.ops.paged_prefill import FIELDS
 
 if TYPE_CHECKING:
@@ -229,6 +230,12 @@ def tile_fields(sizes: WorkerSizes, tilings: Mapping[str, Tiling | None]) -> dic
         for name, tiling in tilings.items()
         if tiling is not None
     }
+
+
+def prompt_fields(sizes: WorkerSizes, num_groups: int, grid: int) -> dict[str, rt.Field]:
+    """Field that lists the prompts for each state table, for models whose states have a kernel."""
+    numbers = max_numbers(sizes.max_tokens, sizes.max_num_seqs, grid)
+    return {"prompts": rt.Field((num_groups * numbers,), torch.int32)}
 
 
 def output_fields(sizes: WorkerSizes) -> dict[str, rt.Field]:

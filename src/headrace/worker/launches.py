@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace.models.batch import Kernels, KnownState
+    from headrace.ops.gated_delta_prefill import PrefillLayout, PrefillRows
     from headrace.ops.paged_prefill import TileLayout
 
 
@@ -99,6 +100,8 @@ class StepShape:
         is_padded: Some of the verify rows and their tokens may be padding, as graphs.py says; the
             numbers above count it.
         tiles: Of the known rows, for kernels: by the field of the inputs that lists them.
+        prompts: Of the prompts, for kernels: per state table, what is where in its part of the
+            field of that name; the parts follow one another.
     """
 
     num_verify: int
@@ -121,6 +124,7 @@ class StepShape:
     draft_width: int
     is_padded: bool = False
     tiles: Mapping[str, TileLayout] = field(default_factory=dict)
+    prompts: tuple[PrefillLayout, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -672,6 +676,7 @@ def make_batch(
         scan_grid=fixed.grid,
         kernels=kernels,
         prefill=prefill,
+        prompts=_prefill_rows(inputs, shape, tables) if kernels == "triton" else (),
     )
 
 
@@ -684,6 +689,17 @@ def _prefill_tiles(
         return None
     records = inputs[name][: layout.num_records]
     return PrefillTiles(records=records, tables=inputs["tables"], layout=layout)
+
+
+def _prefill_rows(
+    inputs: dict[str, Tensor], shape: StepShape, tables: tuple[int, ...]
+) -> tuple[PrefillRows, ...]:
+    """Take the prompts for each group of a model out of their field, if there are any."""
+    if not shape.prompts:
+        return ()
+    sizes = [layout.num_numbers for layout in shape.prompts]
+    packed = inputs["prompts"][: sum(sizes)].split_with_sizes(sizes)
+    return tuple(shape.prompts[table].on_device(packed[table]) for table in tables)
 
 
 def _verify_rows(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headrace.models.batch import ROW_TILE
+from headrace.ops.gated_delta_prefill import PromptRow, number_rows
 from headrace.ops.paged_prefill import Span
 from headrace.worker.buffers import MAX_LOGPROBS, WorkerSizes
 from headrace.worker.launches import KnownShape, StepShape
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from headrace import rt
+    from headrace.ops.gated_delta_prefill import PrefillLayout
     from headrace.ops.paged_prefill import TileLayout, Tiling
     from headrace.worker.graphs import Padding
     from headrace.worker.rows import CompactRows
@@ -99,6 +101,7 @@ class Stager:
         num_tables: State tables.
         drafter: Which fields a drafter reads.
         tilings: How known rows are cut into tiles, by the field that gets a model's list.
+        prompt_grid: Tokens between scan points where kernels take a list of prompts, else None.
     """
 
     def __init__(
@@ -108,9 +111,11 @@ class Stager:
         num_tables: int,
         drafter: str,
         tilings: Mapping[str, Tiling | None],
+        prompt_grid: int | None,
     ) -> None:
         self._sizes = sizes
         self._tilings = tilings
+        self._prompt_grid = prompt_grid
         self._num_tables = num_tables
         self._drafter = drafter
         slots = sizes.max_num_seqs
@@ -182,6 +187,7 @@ class Stager:
             for row in output.known:
                 self._put_known(put, row, layout, with_next=row.slot in scored)
             tiles = self._put_tiles(put, output.known, num_verify_tokens, layout.tables)
+            prompts = self._put_prompts(put, output.known, num_verify_tokens)
             num_samples, num_ending = self._put_samples(
                 put, output, lengths, rows, layout, padding
             )
@@ -230,6 +236,7 @@ class Stager:
             num_drafts=output.num_draft_tokens,
             draft_width=draft_width,
             tiles=tiles,
+            prompts=prompts,
         )
         padded = None if padding is None else _padded(shape, padding)
         return StagedStep(shape=shape, padded=padded, first=tuple(layout.first), rows=put.rows)
@@ -335,6 +342,29 @@ class Stager:
             put(name, records)
         return layouts
 
+    def _put_prompts(
+        self, put: _Put, known: Sequence[KnownPlan], first_token: int
+    ) -> tuple[PrefillLayout, ...]:
+        """List the prompts for each state table, where a model's kernel takes them."""
+        if self._prompt_grid is None:
+            return ()
+        prompts = []
+        for row in known:
+            if row.path == "scan":
+                prompts.append((row, first_token))
+            first_token += len(row.token_ids)
+        if not prompts:
+            return ()
+        layouts, at = [], 0
+        for table in range(self._num_tables):
+            layout, numbers = number_rows(
+                [_prompt_row(row, first, table) for row, first in prompts], self._prompt_grid
+            )
+            put("prompts", numbers, at)
+            layouts.append(layout)
+            at += len(numbers)
+        return tuple(layouts)
+
     def _put_samples(
         self,
         put: _Put,
@@ -430,6 +460,19 @@ class Stager:
             wide = _widened(wide, padding.num_rows, padding.kv_width)
         put("draft_tables", wide.reshape(-1))
         return width
+
+
+def _prompt_row(row: KnownPlan, first: int, table: int) -> PromptRow:
+    """One prompt row as a state table has it."""
+    state = row.states[table]
+    return PromptRow(
+        first=first,
+        start=row.start,
+        length=len(row.token_ids),
+        source=state.source_block,
+        target=state.target_block,
+        exports=state.exports,
+    )
 
 
 def _padded(shape: StepShape, padding: Padding) -> StepShape:

@@ -16,6 +16,7 @@ import torch
 
 from headrace import rt
 from headrace.models.layers.attention_plan import tiling_of
+from headrace.models.layers.split_plan import lists_prompts
 from headrace.worker import drafters, launches
 from headrace.worker.buffers import (
     MAX_LOGPROBS,
@@ -24,6 +25,7 @@ from headrace.worker.buffers import (
     input_fields,
     make_pools,
     output_fields,
+    prompt_fields,
     tile_fields,
 )
 from headrace.worker.graphs import StepGraphs
@@ -280,19 +282,28 @@ class Worker:
                 num_scratch=sizes.max_num_seqs,
             )
         tilings = {"tiles": tiling_of(model, kernels[0])}
+        has_list = lists_prompts(model, kernels[0])
         if draft_model is not None:
             tilings["draft_tiles"] = tiling_of(draft_model, kernels[1])
+            has_list |= lists_prompts(draft_model, kernels[1])
+        fields = input_fields(sizes, len(groups)) | tile_fields(sizes, tilings)
+        if has_list:
+            fields |= prompt_fields(sizes, len(groups), grid)
         self._frames = runtime.frames(
             "step",
             depth=depth,
-            inputs=input_fields(sizes, len(groups)) | tile_fields(sizes, tilings),
+            inputs=fields,
             outputs=output_fields(sizes),
         )
         self._make_carry()
         self._make_work(len(groups), model)
         slots = sizes.max_num_seqs
         self._stager = Stager(
-            sizes, num_tables=len(groups), drafter=drafter, tilings=tilings
+            sizes,
+            num_tables=len(groups),
+            drafter=drafter,
+            tilings=tilings,
+            prompt_grid=grid if has_list else None,
         )
         self._slot_of: dict[int, int] = {}
         self._inputs_of: dict[int, rt.Bundle] = {}

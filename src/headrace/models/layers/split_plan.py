@@ -13,19 +13,20 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace.models.layers.state_plan import plan_states
-from headrace.ops.gated_delta_prefill import PromptRow, number_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace.models.batch import (
         ColumnsMetadata,
+        Kernels,
         KnownRow,
         ReplayMetadata,
         StateCache,
         StepBatch,
     )
     from headrace.models.layers.state_plan import StatePlan
+    from headrace.models.model import HybridModel
     from headrace.ops.gated_delta_prefill import PrefillRows
 
 
@@ -75,6 +76,13 @@ class SplitPlan:
     out: Tensor
 
 
+def lists_prompts(model: HybridModel, kernels: Kernels) -> bool:
+    """Return whether a model takes `StepBatch.prompts`: whether a group's prompts have a kernel."""
+    return kernels == "triton" and any(
+        group.kind == "gated_delta_net" for group in model.state_groups(0)
+    )
+
+
 def plan_split(
     batch: StepBatch, group: int, cache: StateCache, conv_kernel: int, out: Tensor
 ) -> SplitPlan:
@@ -91,9 +99,11 @@ def plan_split(
         The plan.
     """
     again = tuple(row for row in batch.known if row.path == "step")
+    has_prompts = len(again) < len(batch.known)
+    assert bool(batch.prompts) == has_prompts, f"{len(batch.known)} known rows, no list of prompts"
     return SplitPlan(
         generating=_plan_generating(batch, group),
-        prompts=_plan_prompts(batch, group),
+        prompts=batch.prompts[group] if has_prompts else None,
         others=_plan_others(batch, again, group, cache, conv_kernel) if again else None,
         out=out,
     )
@@ -122,26 +132,6 @@ def _plan_generating(batch: StepBatch, group: int) -> GeneratingRows | None:
     return GeneratingRows(
         token_index=rows.token_index, query_lens=rows.query_lens, states=rows.states[group]
     )
-
-
-def _plan_prompts(batch: StepBatch, group: int) -> PrefillRows | None:
-    prompts = [
-        PromptRow(
-            first=row.token_offset,
-            start=row.start,
-            length=row.length,
-            source=row.states[group].source_block,
-            target=row.states[group].target_block,
-            exports=row.states[group].exports,
-        )
-        for row in batch.known
-        if row.path == "scan"
-    ]
-    if not prompts:
-        return None
-    made = number_rows(prompts, batch.scan_grid)
-    device = batch.token_ids.device
-    return made.on_device(torch.tensor(made.numbers, dtype=torch.int32, device=device))
 
 
 def _plan_others(

@@ -18,13 +18,27 @@ from typing import TYPE_CHECKING
 from headrace.ops.gated_delta_decode import check_mixer
 from headrace.ops.gated_delta_decode.rows import MixerWeights
 from headrace.ops.gated_delta_prefill import reference
-from headrace.ops.gated_delta_prefill.rows import PrefillRows, PromptRow, number_rows
+from headrace.ops.gated_delta_prefill.rows import (
+    PrefillLayout,
+    PrefillRows,
+    PromptRow,
+    max_numbers,
+    number_rows,
+)
 from headrace.rt.kernels import can_launch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["MixerWeights", "PrefillRows", "PromptRow", "gated_delta_prefill", "number_rows"]
+__all__ = [
+    "MixerWeights",
+    "PrefillLayout",
+    "PrefillRows",
+    "PromptRow",
+    "gated_delta_prefill",
+    "max_numbers",
+    "number_rows",
+]
 
 
 def gated_delta_prefill(

@@ -66,28 +66,33 @@ class PromptRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillNumbers:
-    """The tables of `PrefillRows` as one list of numbers.
+class PrefillLayout:
+    """Which numbers of a list are the tables of `PrefillRows`: pieces, rows, windows.
 
     Attributes:
-        numbers: Pieces, rows, windows.
         num_pieces: X.
         num_rows: R.
         num_exports: Exports of all rows.
         piece_tokens: Most tokens of a piece.
     """
 
-    numbers: list[int]
     num_pieces: int
     num_rows: int
     num_exports: int
     piece_tokens: int
 
+    @property
+    def num_numbers(self) -> int:
+        """Numbers of the list."""
+        return sum(self._parts)
+
+    @property
+    def _parts(self) -> tuple[int, int, int]:
+        return 4 * self.num_pieces, 6 * self.num_rows, 4 * (self.num_exports + self.num_rows)
+
     def on_device(self, packed: Tensor) -> PrefillRows:
-        """Take the tables out of the numbers' copy on the device, [len(numbers)] i32."""
-        pieces, rows, windows = packed.split_with_sizes(
-            (4 * self.num_pieces, 6 * self.num_rows, 4 * (self.num_exports + self.num_rows))
-        )
+        """Take the tables out of the list's copy on the device, [num_numbers] i32."""
+        pieces, rows, windows = packed.split_with_sizes(list(self._parts))
         return PrefillRows(
             piece_tokens=self.piece_tokens,
             num_exports=self.num_exports,
@@ -97,18 +102,35 @@ class PrefillNumbers:
         )
 
 
-def number_rows(prompts: Sequence[PromptRow], grid: int) -> PrefillNumbers:
+def max_numbers(max_tokens: int, max_rows: int, grid: int) -> int:
+    """Return the most numbers of a step of so many tokens and rows."""
+    # A row has two pieces that are no whole ones at most, and an export behind each but its last.
+    pieces = min(max_tokens, max_tokens // _piece_tokens(grid) + 2 * max_rows)
+    layout = PrefillLayout(
+        num_pieces=pieces, num_rows=max_rows, num_exports=pieces, piece_tokens=grid
+    )
+    return layout.num_numbers
+
+
+def _piece_tokens(grid: int) -> int:
+    """Most tokens of a piece: a coarser grid is cut further, at points of its own."""
+    return grid if grid <= MOST_TOKENS else math.gcd(grid, MOST_TOKENS)
+
+
+def number_rows(prompts: Sequence[PromptRow], grid: int) -> tuple[PrefillLayout, list[int]]:
     """Cut rows into pieces and say where each one's state and window come from and go to.
 
     Args:
         prompts: The rows, at least one.
         grid: Tokens between points of the absolute grid.
 
+    Returns:
+        What is where, and the numbers.
+
     Raises:
         ValueError: A row would write block 0, or exports off the grid or outside of it.
     """
-    # A coarser grid is cut further, at points of its own.
-    most = grid if grid <= MOST_TOKENS else math.gcd(grid, MOST_TOKENS)
+    most = _piece_tokens(grid)
     pieces: list[int] = []
     rows: list[int] = []
     exported: list[int] = []
@@ -127,13 +149,13 @@ def number_rows(prompts: Sequence[PromptRow], grid: int) -> PrefillNumbers:
         for at, block in blocks.items():
             exported += (row.first, source, at - row.start, block)
         last += (row.first, source, row.length, row.target)
-    return PrefillNumbers(
-        numbers=pieces + rows + exported + last,
+    layout = PrefillLayout(
         num_pieces=len(pieces) // 4,
         num_rows=len(prompts),
         num_exports=len(exported) // 4,
         piece_tokens=most,
     )
+    return layout, pieces + rows + exported + last
 
 
 def _exports(row: PromptRow, grid: int) -> dict[int, int]:

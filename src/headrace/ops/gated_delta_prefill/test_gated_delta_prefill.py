@@ -15,6 +15,7 @@ from headrace.ops.gated_delta_prefill import (
     PrefillRows,
     PromptRow,
     gated_delta_prefill,
+    max_numbers,
     number_rows,
     reference,
 )
@@ -98,8 +99,10 @@ def case_of(
 
 
 def rows_of(prompts: Sequence[PromptRow], grid: int) -> PrefillRows:
-    made = number_rows(prompts, grid)
-    return made.on_device(torch.tensor(made.numbers, dtype=torch.int32))
+    layout, numbers = number_rows(prompts, grid)
+    assert layout.num_numbers == len(numbers)
+    assert len(numbers) <= max_numbers(sum(row.length for row in prompts), len(prompts), grid)
+    return layout.on_device(torch.tensor(numbers, dtype=torch.int32))
 
 
 def mixed_rows() -> tuple[list[PromptRow], int]:
@@ -296,7 +299,7 @@ def compiled(
         norm=empty(value, dtype=f32),
         norm_eps=1e-6,
     )
-    made = number_rows(
+    layout, numbers = number_rows(
         [
             PromptRow(first=128 * i, start=0, length=128, source=None, target=1)
             for i in range(num_rows)
@@ -306,7 +309,7 @@ def compiled(
     fused.gated_delta_prefill(
         inputs, gate, logits, weights, empty(9, TAPS - 1, channels),
         empty(9, hv, value, key, dtype=f32),
-        made.on_device(empty(len(made.numbers), dtype=torch.int32)), empty(tokens, hv * value),
+        layout.on_device(empty(len(numbers), dtype=torch.int32)), empty(tokens, hv * value),
     )  # fmt: skip
     return dict(zip(specs, compile_kernels(list(specs.values())), strict=True))
 
