@@ -7,12 +7,13 @@ JOBS ?= 2
 # compiling its modules again costs each of them three seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test check bench clean
+.PHONY: help setup demo test distributed check bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    serve the shipped model and send it 34 requests at once"
 	@echo "make test    run the tests (JOBS=2 processes)"
+	@echo "make distributed    run the tests of several processes"
 	@echo "make check   lint, types, import rules"
 	@echo "make bench   measure this machine"
 	@echo "make setup   only prepare .venv"
@@ -28,6 +29,10 @@ demo: setup
 # Each starts with half of the files, so that what a file prepares is mostly prepared once.
 test: setup
 	OMP_NUM_THREADS=1 $(PYTHON_BIN) -m pytest -q -n $(JOBS) --dist worksteal $(ARGS)
+
+# Each test starts processes of its own.
+distributed: setup
+	OMP_NUM_THREADS=1 $(PYTHON_BIN) -m pytest -q -m distributed $(ARGS)
 
 # Formatting is not enforced: tables of numbers and shapes are laid out by hand where it helps.
 check: setup

@@ -22,12 +22,14 @@ from headrace.config import EngineConfig
 from headrace.engine.load import load_parts
 from headrace.errors import ConfigError
 from headrace.models.reference_loop import run_reference
-from headrace.models.registry import FAMILIES, Family, family
+from headrace.models.registry import FAMILIES, Family, check_parts, family
 from headrace.testing import KERNEL_FAMILIES, KERNEL_SIZES, TINY_DICTS, tiny_family
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
+
+    from headrace.models.config import ModelConfig
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -123,15 +125,15 @@ def facts(name: str, error: float) -> Facts:
         has_mtp=hasattr(model, "mtp"),
         caches_prefixes=parts.scheduler.cache.is_enabled,
         takes_drafts=parts.sizes.max_drafts == 2,  # noqa: PLR2004
-        runs_in_parallel=_accepts(model, EngineConfig(**engine, tensor_parallel_size=2)),
+        runs_in_parallel=_is_divided(model.config),
         kernels=kernels,
         error=error,
     )
 
 
-def _accepts(model: Any, config: EngineConfig) -> bool:  # noqa: ANN401
+def _is_divided(config: ModelConfig) -> bool:
     try:
-        load_parts(config, model=model)
+        check_parts(config, 2)
     except ConfigError:
         return False
     return True

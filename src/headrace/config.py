@@ -45,7 +45,9 @@ class EngineConfig:
         max_num_batched_tokens: Most tokens in one step; None means 8192 on a GPU and 1024 on a CPU
             (more for many sequences with drafts): all that generate wait for a step's prompts.
         gpu_memory_utilization: Share of the device's memory to use, in (0, 1].
-        tensor_parallel_size: Devices that share each layer.
+        tensor_parallel_size: Devices that share each layer, with a process for each.
+        rank_timeout: Seconds that one of those processes may keep the others waiting; then all of
+            them end. Starting may take 300, if that is more.
         block_size: Tokens per KV block.
         num_kv_blocks: KV blocks in the pool, null block included; None sizes it from memory.
         num_state_blocks: State blocks per group, null block included; None sizes it.
@@ -90,6 +92,7 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
+    rank_timeout: float = 300.0
     block_size: int = 16
     num_kv_blocks: int | None = None
     num_state_blocks: int | None = None
@@ -133,8 +136,8 @@ class EngineConfig:
 
 
 _LEAST = {
-    "num_kv_blocks": 1, "num_state_blocks": 1, "scan_grid": 1, "max_waiting": 1,
-    "state_store_memory": 0, "state_store_disk": 1, "state_store_step_bytes": 1,
+    "tensor_parallel_size": 1, "num_kv_blocks": 1, "num_state_blocks": 1, "scan_grid": 1,
+    "max_waiting": 1, "state_store_memory": 0, "state_store_disk": 1, "state_store_step_bytes": 1,
 }  # fmt: skip
 _KINDS: dict[object, tuple[tuple[type, ...], str]] = {
     str: ((str,), "text"), int: ((int,), "an integer"), float: ((int, float), "a number"),
@@ -180,6 +183,37 @@ def environment_settings(environ: Mapping[str, str] | None = None) -> dict[str, 
         for name, value in variables.items()
         if name.startswith(ENVIRONMENT_PREFIX)
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchedRank:
+    """What a launcher of several processes says to one of them.
+
+    Attributes:
+        rank: Of this process, 0 .. size - 1.
+        size: Processes.
+        local_size: Those of them on this machine.
+    """
+
+    rank: int
+    size: int
+    local_size: int
+
+
+def launched_rank(environ: Mapping[str, str] | None = None) -> LaunchedRank | None:
+    """Which process of several this is under `torchrun`; None without.
+
+    Args:
+        environ: Variables to read instead of the process's own.
+    """
+    variables = os.environ if environ is None else environ
+    if "TORCHELASTIC_RUN_ID" not in variables:
+        return None
+    return LaunchedRank(
+        rank=int(variables["RANK"]),
+        size=int(variables["WORLD_SIZE"]),
+        local_size=int(variables["LOCAL_WORLD_SIZE"]),
+    )
 
 
 def user_state_folder(environ: Mapping[str, str] | None = None) -> Path:

@@ -9,6 +9,7 @@
     ├── QueueFullError         too many waiting requests (HTTP 429)
     ├── NotFoundError          unknown model or route (HTTP 404)
     └── EngineDeadError        the engine stopped; nothing more will be answered (HTTP 503)
+        └── RankError              a process that runs a part of the model ended, or hangs
 
 Every message gives what, the value, the limit and the remedy.
 """
@@ -64,3 +65,7 @@ class NotFoundError(HeadraceError):
 
 class EngineDeadError(HeadraceError):
     """The engine loop has ended; pending and new requests cannot be answered."""
+
+
+class RankError(EngineDeadError):
+    """A process that runs a part of the model ended or hangs; the message names its rank."""

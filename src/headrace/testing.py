@@ -11,13 +11,15 @@ them passes with any state. Two kinds of weights make it matter:
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
 from headrace.models.config import ModelConfig
-from headrace.models.registry import model_class
+from headrace.models.registry import check_parts, model_class, tensor_cuts
+from headrace.models.shard import Shard
 from headrace.ops import (
     add_rms_norm,
     attention_inputs,
@@ -31,16 +33,19 @@ from headrace.ops import (
     token_choice,
 )
 from headrace.tiny_configs import CONFIGS
+from headrace.weights.cuts import cut_all
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
     from headrace.models.model import HybridModel
     from headrace.models.qwen3_5 import Qwen35Model
+    from headrace.rt import Group
 
 Variant = Literal["A", "B"]
+Result = TypeVar("Result")
 
 INIT_STD = 0.02
 _OUTER = ("embed_tokens.weight", "embeddings.weight", "lm_head.weight")
@@ -164,6 +169,63 @@ def tiny_family(
         config, random_weights(config, seed, variant), torch.float32
     )
     return model
+
+
+def tiny_parts(
+    family: str,
+    groups: Sequence[Group],
+    seed: int = 0,
+    variant: Variant = "A",
+    **overrides: Any,  # noqa: ANN401 - JSON values
+) -> list[HybridModel]:
+    """Divide the model that `tiny_family` builds among ranks.
+
+    Args:
+        family: Key of `TINY_DICTS`.
+        groups: One for each rank, in order.
+        seed: Of the weights.
+        variant: "A" or "B", see the module.
+        overrides: Fields of the config to replace.
+
+    Returns:
+        The ranks' models.
+    """
+    config = ModelConfig.from_dict(TINY_DICTS[family](**overrides))
+    weights, cls = random_weights(config, seed, variant), model_class(config)
+    check_parts(config, len(groups))
+    return [
+        cls.from_weights(
+            config.part(shard.size),
+            cut_all(weights, tensor_cuts(config, shard)),
+            torch.float32,
+            shard=shard,
+        )
+        for shard in map(Shard.of, groups)
+    ]
+
+
+def on_all_ranks(
+    models: Sequence[HybridModel], function: Callable[[HybridModel], Result]
+) -> list[Result]:
+    """Call a function with each part of a model, in a thread for each.
+
+    Args:
+        models: The parts, of `rt.LocalGroup`s.
+        function: What uses one.
+
+    Returns:
+        Its results, in the order of the parts.
+    """
+    def call(model: HybridModel) -> Result:
+        try:
+            return function(model)
+        except BaseException:
+            assert model.shard.group is not None
+            model.shard.group.abort()
+            raise
+
+    with ThreadPoolExecutor(len(models)) as pool:
+        return list(pool.map(call, models))
 
 
 def _is_norm(name: str) -> bool:

@@ -65,6 +65,13 @@ def make_engine(
         weights: What a state store knows them by.
         options: Fields of EngineConfig.
     """
+    config = make_config(**options)
+    parts = load_parts(config, model=model, draft_model=draft_model, fingerprints=(weights,))
+    return Engine(config, parts=parts)
+
+
+def make_config(**options: Any) -> EngineConfig:  # noqa: ANN401
+    """Settings of a small engine that checks itself."""
     settings: dict[str, Any] = {
         "model": "tiny",
         "max_num_seqs": 4,
@@ -76,9 +83,7 @@ def make_engine(
         "speculative": "none",
         "check_invariants": True,
     }
-    config = EngineConfig(**(settings | options))
-    parts = load_parts(config, model=model, draft_model=draft_model, fingerprints=(weights,))
-    return Engine(config, parts=parts)
+    return EngineConfig(**(settings | options))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -371,13 +376,15 @@ def run_case(
     rng: random.Random,
     *,
     draft_model: Any = None,  # noqa: ANN401
+    engine: Engine | None = None,
 ) -> dict[str, Any]:
-    """Run one cell of the matrix against the oracle.
+    """Run one cell of the matrix against the oracle; `engine` is built for the case if not given.
 
     Returns:
         The engine's figures, with "checkpoints", the number of states compared.
     """
-    engine = make_engine(model, draft_model=draft_model, **case.options())
+    if engine is None:
+        engine = make_engine(model, draft_model=draft_model, **case.options())
     scheduler = engine.scheduler
     scheduler.policy = None  # Propose always: the point is to be right, not fast.
     for job in jobs:

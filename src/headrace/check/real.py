@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
+from headrace import rt
 from headrace.check.token_rules import TokenRules
 from headrace.config import EngineConfig
 from headrace.engine.engine import Engine
@@ -30,8 +31,9 @@ from headrace.models.reference_loop import (
     prompt_batch,
     run_reference,
 )
+from headrace.parallel.steps import LocalRanks
 from headrace.sampling_params import SamplingParams, completion_seed
-from headrace.testing import tiny_family
+from headrace.testing import tiny_family, tiny_parts
 from headrace.worker.sampler import SamplingTensors, sample
 
 if TYPE_CHECKING:
@@ -39,7 +41,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from headrace import rt
     from headrace.outputs import RequestOutput, TokenLogprob
 
 VOCAB = 48
@@ -274,8 +275,13 @@ class RealTarget:
         """See `Target.run`."""
         self.num_steady_steps = self.num_early_steps = 0
         workload = generate_real(seed)
+        others: tuple[rt.Runtime, ...] = ()
+        if seed % 4 == 1:
+            # Two devices share a model. The second one never makes the first one wait for its host.
+            others = (rt.Runtime.create("sim", seed=seed, policy="eager"),)
+            workload = on_two_devices(workload)
         with TemporaryDirectory() as folder:
-            engine = make_engine(workload, runtime, folder)
+            engine = make_engine(workload, runtime, folder, others)
             answers = serve(workload, engine)
             engine.close()
         runtime.finish()
@@ -284,20 +290,46 @@ class RealTarget:
         self.num_early_steps = engine.num_early_enqueues if is_async else 0
         return [
             f"{text} in workload {seed} with {workload.config}"
-            for text in wrong_answers(workload, answers)
+            for text in (
+                *wrong_answers(workload, answers),
+                *(f"another rank: {report}" for other in others for report in other.finish()),
+            )
         ]
 
 
-def make_engine(workload: RealWorkload, runtime: rt.Runtime, folder: str) -> Engine:
+def on_two_devices(workload: RealWorkload) -> RealWorkload:
+    """The workload on a model that two devices can share; they have no state store."""
+    return replace(
+        workload,
+        config=replace(
+            workload.config, tensor_parallel_size=2, state_store=None, state_store_memory=0
+        ),
+        model_seed=workload.model_seed % NUM_MTP_MODELS,
+        has_files=False,
+    )
+
+
+def make_engine(
+    workload: RealWorkload,
+    runtime: rt.Runtime,
+    folder: str,
+    others: tuple[rt.Runtime, ...] = (),
+) -> Engine:
     """Build the engine of a workload on a runtime.
 
     Args:
         workload: The workload.
-        runtime: The simulated device.
+        runtime: The simulated device, or that of rank 0.
         folder: For the files of its state store, if it has any.
+        others: Devices of other ranks, if several share the model.
     """
     draft = model_of(workload.model_seed + _NUM_MODELS)
     config = workload.config
+    if others:
+        family, shape = _MODELS[workload.model_seed]
+        groups = rt.local_groups(1 + len(others))
+        models = tiny_parts(family, groups, workload.model_seed, vocab_size=VOCAB, **shape)
+        return make_parallel_engine(config, models, (runtime, *others), draft_model=draft)
     if workload.has_files:
         config = replace(config, state_store=folder, state_store_memory=0)
     parts = load_parts(
@@ -305,6 +337,35 @@ def make_engine(workload: RealWorkload, runtime: rt.Runtime, folder: str) -> Eng
         fingerprints=(f"tiny {workload.model_seed}",),
     )
     return Engine(config, parts=parts)
+
+
+def make_parallel_engine(
+    config: EngineConfig,
+    models: Listing[Any],
+    runtimes: Listing[rt.Runtime],
+    *,
+    draft_model: Any = None,  # noqa: ANN401
+) -> Engine:
+    """Build the engine of a model whose parts are in this process.
+
+    Args:
+        config: Settings; tensor_parallel_size is the number of parts.
+        models: The parts, in the order of their ranks.
+        runtimes: A device for each.
+        draft_model: The model of `--speculative draft`, of which every rank has all.
+
+    Returns:
+        The engine of rank 0; `close` ends the threads of the others.
+    """
+    parts, *rest = (
+        load_parts(config, model=model, draft_model=draft_model, runtime=runtime)
+        for model, runtime in zip(models, runtimes, strict=True)
+    )
+    for other in rest:
+        # Drafts that tests make up are the same on all ranks.
+        other.worker.scripts = parts.worker.scripts
+    others = LocalRanks([other.worker for other in rest])
+    return Engine(config, parts=replace(parts, others=others))
 
 
 @dataclass(slots=True)

@@ -30,7 +30,8 @@ _GROUPS = {
     ),
     CAPACITY: (
         "max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization",
-        "tensor_parallel_size", "block_size", "num_kv_blocks", "num_state_blocks", "max_waiting",
+        "tensor_parallel_size", "rank_timeout", "block_size", "num_kv_blocks", "num_state_blocks",
+        "max_waiting",
     ),
     CACHE: (
         "prefix_cache", "state_block_size", "checkpoint_retention", "max_pinned_share",

@@ -278,6 +278,8 @@ class AsyncLLM:
         # One that hangs would not come; it is no reason for the process to stay.
         if self._thread is not None and not self._hangs():
             await asyncio.to_thread(self._thread.join, 10.0)
+        # Its thread does this too, if it ever ran and does not hang.
+        await asyncio.to_thread(self._engine.end_ranks)
 
     # The engine's thread -----------------------------------------------------------------------
 
@@ -287,6 +289,7 @@ class AsyncLLM:
                 is_idle = not self._engine.has_work() and self._arrivals.empty()
                 self._drain_commands(wait=is_idle)
                 self._take_arrivals()
+                self._engine.check_ranks()
                 if not self._engine.has_work():
                     self._stats = self._engine.stats()
                     continue

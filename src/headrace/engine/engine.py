@@ -11,12 +11,14 @@ import random
 import time
 from collections import deque
 from collections.abc import Mapping, Set, Sized
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from headrace.engine.follower import follow_if_launched
 from headrace.engine.load import load_parts
 from headrace.engine.prefix_cache import chain_keys, root_key
 from headrace.engine.request import Request
@@ -30,6 +32,7 @@ from headrace.worker.buffers import MAX_PROMPT_LOGITS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
+    from contextlib import AbstractContextManager
 
     from headrace.config import EngineConfig
     from headrace.engine.load import Parts
@@ -38,7 +41,7 @@ if TYPE_CHECKING:
     from headrace.grammar import CompiledGrammar, Grammar
     from headrace.outputs import RequestOutput
     from headrace.sampling_params import SamplingParams
-    from headrace.worker.step import SampledTokens
+    from headrace.worker.step import SampledTokens, SchedulerOutput
     from headrace.worker.worker import StepHandle
 
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -57,7 +60,10 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig, *, parts: Parts | None = None) -> None:
-        self.parts = parts if parts is not None else load_parts(config)
+        if parts is None:
+            follow_if_launched(config)
+            parts = load_parts(config)
+        self.parts = parts
         self.config = self.parts.config
         self.scheduler = self.parts.scheduler
         self.worker = self.parts.worker
@@ -269,7 +275,8 @@ class Engine:
         return self._require_store().store.take_archive(archive)
 
     def close(self) -> None:
-        """Let what is on its way to the state store arrive; the engine takes no further step."""
+        """End other ranks, and let what goes to the state store arrive; no step follows."""
+        self.end_ranks()
         if self._stored is not None:
             self._stored.store.close()
 
@@ -322,7 +329,7 @@ class Engine:
             # A step right after another is steady; it is early if that one is still unread.
             self.num_steady_steps += was_busy
             self.num_early_enqueues += was_busy and bool(self._in_flight)
-            handle = self.worker.execute(planned.output)
+            handle = self._execute(planned.output)
             self.scheduler.on_enqueued(planned)
             if self._stored is not None and handle.saved is not None:
                 self._stored.take(planned.output.saves, handle.saved)
@@ -337,7 +344,7 @@ class Engine:
             return []
         step, handle = self._in_flight.popleft()
         wait_s = self.timeline.now()
-        sampled = handle.result()
+        sampled = self._land(handle)
         landed_s = self.timeline.now()
         before = self._num_useful_tokens()
         outputs = self._take_in(step, sampled)
@@ -346,6 +353,38 @@ class Engine:
         if self.config.check_invariants:
             self.scheduler.check()
         return outputs
+
+    def _execute(self, output: SchedulerOutput) -> StepHandle:
+        """Enqueue a step, on all ranks if there are several."""
+        with self._guard():
+            if self.parts.others is not None:
+                self.parts.others.send(output)
+            return self.worker.execute(output)
+
+    def _land(self, handle: StepHandle) -> SampledTokens:
+        """Wait for a step's tokens."""
+        with self._guard():
+            if self.parts.others is not None:
+                self.parts.others.land()
+            return handle.result()
+
+    def _guard(self) -> AbstractContextManager[None]:
+        """Some work that needs all ranks: if one has ended, the error says which."""
+        return nullcontext() if self.parts.others is None else self.parts.others.guard()
+
+    def end_ranks(self) -> None:
+        """End the processes that run other parts of the model, if there are any; idempotent."""
+        if self.parts.others is not None:
+            self.parts.others.stop()
+
+    def check_ranks(self) -> None:
+        """Raise if a process that runs a part of the model has ended; cheap, from any thread.
+
+        Raises:
+            RankError: It names the rank.
+        """
+        if self.parts.others is not None:
+            self.parts.others.check()
 
     def _take_in(self, step: InFlightStep, sampled: SampledTokens) -> list[RequestOutput]:
         touched: dict[str, Request] = {}

@@ -24,6 +24,7 @@ from headrace.engine.load import (
 from headrace.errors import ConfigError
 from headrace.models.config import ModelConfig
 from headrace.models.registry import model_class
+from headrace.models.shard import Shard
 from headrace.text.files import read_json_object
 from headrace.weights import read_config
 from headrace.weights.resolve import resolve_model
@@ -374,14 +375,22 @@ def _model_config(config: EngineConfig) -> ModelConfig:
 
 
 def _without_weights(model_config: ModelConfig, config: EngineConfig) -> Any:  # noqa: ANN401
-    """Build the model on the meta device, where tensors have shapes and no memory."""
-    cls = model_class(model_config)
+    """Build the model on the meta device, where tensors have shapes and no memory.
+
+    Of a model that several devices share it is the part of one.
+    """
+    cls, size = model_class(model_config), config.tensor_parallel_size
+    if size > 1:
+        model_config = model_config.part(size)
     dtype: torch.dtype = getattr(torch, config.dtype)
     tensors = {
         name: torch.empty(shape, dtype=dtype, device="meta")
         for name, shape in cls.expected_tensors(model_config).items()
     }
-    return cls.from_weights(model_config, tensors, dtype=dtype, state_dtype=config.state_dtype)
+    shard = {} if size == 1 else {"shard": Shard(size=size)}
+    return cls.from_weights(
+        model_config, tensors, dtype=dtype, state_dtype=config.state_dtype, **shard
+    )
 
 
 def _kv_bytes_per_token(model: Any) -> int:  # noqa: ANN401

@@ -289,9 +289,11 @@ class LLM:
     def shutdown(self) -> None:
         """Finish what is in flight; afterwards every request is an `EngineDeadError`."""
         with self._turn():
-            self._drain()
-            self._is_shut_down = True
-            self.engine.close()
+            try:
+                self._drain()
+            finally:
+                self._is_shut_down = True
+                self.engine.close()
 
     def __enter__(self) -> LLM:
         return self

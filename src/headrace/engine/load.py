@@ -11,11 +11,12 @@ import math
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
 from headrace import rt, text
+from headrace.config import launched_rank
 from headrace.engine.block_pool import BlockPool
 from headrace.engine.draft_policy import DraftPolicy
 from headrace.engine.prefix_cache import PrefixCache
@@ -29,7 +30,10 @@ from headrace.errors import ConfigError
 from headrace.grammar.xgrammar_backend import check_installed
 from headrace.models.batch import ROW_TILE
 from headrace.models.config import ModelConfig
-from headrace.models.registry import model_class
+from headrace.models.registry import check_parts, model_class, tensor_cuts
+from headrace.models.shard import WHOLE, Shard
+from headrace.parallel.launched import lead_launched
+from headrace.parallel.leader import Leader
 from headrace.rt.kernels import has_triton, is_interpreted
 from headrace.text.generation import GenerationDefaults
 from headrace.weights import (
@@ -48,6 +52,7 @@ from headrace.worker.worker import Worker
 if TYPE_CHECKING:
     from headrace.config import EngineConfig
     from headrace.models.batch import Kernels, StateGroupSpec, StateTensorSpec
+    from headrace.parallel.steps import Others
     from headrace.text import ChatTemplate, Tokenizer
     from headrace.weights import BlockScales
 
@@ -79,7 +84,7 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Memory of a GPU, in bytes.
+    """Memory of a device, in bytes; of a CPU, what pools may take.
 
     Attributes:
         total: All of it.
@@ -92,13 +97,19 @@ class Memory:
     @classmethod
     def of(cls, device: torch.device) -> Memory:
         """Ask a device that is there."""
+        if device.type == "cpu":
+            return cls(total=_CPU_POOL_BYTES, free=_CPU_POOL_BYTES)
         free, total = torch.cuda.mem_get_info(device)
         return cls(total=total, free=free)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Parts:
-    """Everything an engine holds, resolved and allocated."""
+    """Everything an engine holds, resolved and allocated.
+
+    Attributes:
+        others: The other ranks, where this process is rank 0 of several.
+    """
 
     config: EngineConfig
     model_config: ModelConfig
@@ -113,6 +124,18 @@ class Parts:
     max_model_len: int
     name: str
     depth: int
+    others: Others | None = None
+
+
+class Ranks(Protocol):
+    """A rank's place among those that share a model."""
+
+    @property
+    def group(self) -> rt.Group | None:
+        """Of all ranks."""
+
+    def least(self, value: int) -> int:
+        """Agree on the smallest of the numbers that the ranks have; each calls this in turn."""
 
 
 def load_parts(
@@ -123,8 +146,12 @@ def load_parts(
     runtime: rt.Runtime | None = None,
     has_text: bool = True,
     fingerprints: tuple[str, ...] = (),
+    ranks: Ranks | None = None,
 ) -> Parts:
     """Load a model and build an engine around it.
+
+    Where several devices share it, this process is rank 0 and starts the others, unless it is told
+    that it is one of them.
 
     Args:
         config: Settings, "auto" allowed.
@@ -135,16 +162,56 @@ def load_parts(
             chat template is read, and their libraries are not needed.
         fingerprints: Names of the weights, and of the draft model's, for the state store; made of
             the folders where the models are loaded from those.
+        ranks: This rank's place among others, where it is not 0.
 
     Raises:
         ConfigError: Settings contradict each other or do not fit this machine.
         ModelError: The model folder cannot be used.
+        RankError: The process of another rank ended, or did not begin.
     """
     folder = resolve_model(config.model) if model is None else None
     stored = Checkpoint.of_folder(folder, config.speculative) if folder is not None else None
     model_config = stored.config if stored is not None else model.config
-    wanted = config.kernels
-    config = _resolve(config, model_config)
+    given, config = config, _resolve(config, model_config)
+    leader = None
+    if stored is not None and ranks is None and config.tensor_parallel_size > 1:
+        ranks = leader = _lead(replace(given, device=config.device))
+    try:
+        parts = _load(
+            config, given.kernels, folder, stored, model_config, model=model,
+            draft_model=draft_model, runtime=runtime, has_text=has_text, ranks=ranks,
+            fingerprints=fingerprints,
+        )
+        if leader is not None:
+            leader.wait_until_ready()
+    except BaseException:
+        if leader is not None:
+            leader.stop()
+        raise
+    return replace(parts, others=leader)
+
+
+def _lead(config: EngineConfig) -> Leader:
+    """Become rank 0 of processes that torchrun started, or that are started here."""
+    launched = launched_rank()
+    return Leader.start(config) if launched is None else lead_launched(config, launched)
+
+
+def _load(
+    config: EngineConfig,
+    wanted: Kernels | Literal["auto"],
+    folder: Path | None,
+    stored: Checkpoint | None,
+    model_config: ModelConfig,
+    *,
+    model: Any,  # noqa: ANN401
+    draft_model: Any,  # noqa: ANN401
+    runtime: rt.Runtime | None,
+    has_text: bool,
+    ranks: Ranks | None,
+    fingerprints: tuple[str, ...],
+) -> Parts:
+    """Load and build with resolved settings; `wanted` are the kernels as they were asked for."""
     device = torch.device(config.device)
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         # The models that run on a CPU are small; a second thread costs more than it brings, and
@@ -152,7 +219,8 @@ def load_parts(
         torch.set_num_threads(1)
     speculation = parse_speculative(config.speculative, model_config)
     if stored is not None:
-        model = load_model(stored, config, device)
+        group = None if ranks is None else ranks.group
+        model = load_model(stored, config, device, WHOLE if group is None else Shard.of(group))
     if speculation.path is not None and draft_model is None:
         draft_model = _load_draft(speculation.path, model_config, config, device)
     draft_kernels: Kernels = "torch"
@@ -173,8 +241,13 @@ def load_parts(
             "worth nothing", max_model_len, own,
         )
     scheme = _scheme(config, speculation, max_model_len, device, model.state_groups(0))
+    memory = None
+    if ranks is not None:
+        # Pools have the same sizes on all ranks.
+        memory = Memory.of(device)
+        memory = replace(memory, free=ranks.least(memory.free))
     sizes, max_model_len = _sizes(
-        config, model, draft_model, scheme, speculation.num_drafts, max_model_len, device
+        config, model, draft_model, scheme, speculation.num_drafts, max_model_len, device, memory
     )
     if runtime is None:
         runtime = rt.Runtime.create(config.rt_backend, device=config.device, seed=config.seed)
@@ -438,6 +511,12 @@ def _resolve(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is cuda but torch sees no CUDA device; use --device cpu")
+    size = config.tensor_parallel_size
+    if device == "cuda" and size > torch.cuda.device_count():
+        raise ConfigError(
+            f"tensor_parallel_size is {size} but torch sees {torch.cuda.device_count()} CUDA "
+            "devices; use at most so many"
+        )
     return resolve_on(device, config, model_config)
 
 
@@ -466,11 +545,7 @@ def resolve_on(
             "deterministic is set on a CUDA device, where bitwise results are not promised yet; "
             "leave it out, or run on the CPU in float32"
         )
-    if config.tensor_parallel_size != 1:
-        raise ConfigError(
-            f"tensor_parallel_size is {config.tensor_parallel_size}; this version runs on one "
-            "device, use 1"
-        )
+    _check_ranks(config, model_config)
     if has_store(config) and config.prefix_cache == "none":
         raise ConfigError(
             "a state store keeps what the prefix cache has, which is off; use prefix_cache align, "
@@ -496,6 +571,25 @@ def resolve_on(
     config = replace(config, kernels=resolve_kernels(config, model_config))
     has_drafts = parse_speculative(config.speculative, model_config).num_drafts > 0
     return replace(config, state_scheme=resolve_scheme(config, has_drafts=has_drafts))
+
+
+def _check_ranks(config: EngineConfig, model_config: ModelConfig) -> None:
+    """Refuse a number of devices that cannot share the model."""
+    size = config.tensor_parallel_size
+    if size > 1 and has_store(config):
+        raise ConfigError(
+            f"tensor_parallel_size is {size} and there is a state store, which keeps the states of "
+            "one device; leave state_store and state_store_memory out, or use one device"
+        )
+    if config.rank_timeout <= 0.0:
+        raise ConfigError(f"rank_timeout is {config.rank_timeout:g} but must be above 0 seconds")
+    if model_config.num_shards == 1:
+        check_parts(model_config, size)
+    elif model_config.num_shards != size:
+        raise ConfigError(
+            f"tensor_parallel_size is {size} but the model that is given is one of "
+            f"{model_config.num_shards} parts"
+        )
 
 
 def resolve_scheme(config: EngineConfig, *, has_drafts: bool) -> Literal["columns", "replay"]:
@@ -577,6 +671,10 @@ def _kernel_obstacle(config: EngineConfig, model_config: ModelConfig) -> tuple[s
             "the device is a CPU, where kernels run in Triton's interpreter only",
             "use kernels torch, or for tests set TRITON_INTERPRET=1 before the start",
         )
+    size = config.tensor_parallel_size
+    if model_config.num_shards == 1 and size > 1 and model_config.counts is not None:
+        # What counts is what a rank runs.
+        model_config = model_config.part(size)
     obstacle = model_class(model_config).kernel_obstacle(model_config)
     return None if obstacle is None else (obstacle, "use kernels auto or torch")
 
@@ -669,13 +767,16 @@ class Checkpoint:
         return cls(config=model_config, shards=shards, quantization=quantization_of(raw))
 
 
-def load_model(checkpoint: Checkpoint, config: EngineConfig, device: torch.device) -> Any:  # noqa: ANN401
-    """Build a model from a folder, tensor by tensor.
+def load_model(
+    checkpoint: Checkpoint, config: EngineConfig, device: torch.device, shard: Shard = WHOLE
+) -> Any:  # noqa: ANN401
+    """Build a model, or a rank's part of one, from a folder, tensor by tensor.
 
     Args:
         checkpoint: The model's folder.
         config: Resolved settings: dtype and state_dtype are no "auto".
         device: Where the weights go.
+        shard: The part of the model that is wanted; no more than that is kept.
 
     Returns:
         A `headrace.models.model.HybridModel`.
@@ -698,8 +799,12 @@ def load_model(checkpoint: Checkpoint, config: EngineConfig, device: torch.devic
         device=device,
         ignore=ignore,
         quantization=checkpoint.quantization,
+        cuts=tensor_cuts(model_config, shard, checkpoint.shards.tensors),
     )
-    return cls.from_weights(model_config, weights, dtype, config.state_dtype)
+    if shard.size == 1:
+        return cls.from_weights(model_config, weights, dtype, config.state_dtype)
+    own = model_config.part(shard.size)
+    return cls.from_weights(own, weights, dtype, config.state_dtype, shard=shard)
 
 
 def _load_draft(
@@ -840,9 +945,9 @@ def _pool_budget(
     device: torch.device,
     memory: Memory | None,
 ) -> int:
-    if device.type == "cpu":
-        return _CPU_POOL_BYTES
     memory = memory or Memory.of(device)
+    if device.type == "cpu":
+        return memory.free
     free, total = memory.free, memory.total
     step = (config.max_num_batched_tokens or _GPU_STEP_TOKENS) * model.config.hidden_size * 64
     return int(min(free, total * config.gpu_memory_utilization - (total - free)) - step)

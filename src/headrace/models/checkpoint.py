@@ -33,11 +33,11 @@ def outer_shapes(
         Shape by name.
     """
     shapes: Shapes = {
-        embedding: (config.vocab_size, config.hidden_size),
+        embedding: (config.vocab_rows, config.hidden_size),
         final_norm: (config.hidden_size,),
     }
     if not config.tie_word_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
+        shapes["lm_head.weight"] = (config.vocab_rows, config.hidden_size)
     return shapes
 
 

@@ -19,6 +19,9 @@ from headrace.weights import quantization_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection
+    from typing import Self
+
+    from headrace.models.shard import Counts
 
 _LOG = logging.getLogger(__name__)
 _MOST_NAMED = 20
@@ -72,6 +75,7 @@ class ModelConfig:
         bos_token_id: First token, if the model has one.
         eos_token_ids: Tokens that end an answer, from config.json.
         dtype: The checkpoint's own dtype name.
+        num_shards: Ranks that share the model; with more than one, heads and widths are a rank's.
         ignored_keys: Paths of the keys of config.json that nothing here understands.
         WITHOUT_EFFECT: Paths of keys that the family knows to change nothing, besides those of
             `config_keys`. A path ends with a key or with an object and all that is in it.
@@ -96,6 +100,7 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     dtype: str
+    num_shards: int = 1
     ignored_keys: tuple[str, ...] = field(default=(), compare=False)
 
     @classmethod
@@ -141,6 +146,24 @@ class ModelConfig:
     def num_layers(self) -> int:
         """Decoder layers, MTP layers not counted."""
         return len(self.layer_types)
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the embedding, and of the head, that a rank has; its last ones may be padding."""
+        return -(-self.vocab_size // self.num_shards)
+
+    @property
+    def counts(self) -> Counts | None:
+        """What ranks have parts of; None where layers are not divided yet."""
+        return None
+
+    def part(self, size: int) -> Self:
+        """Return the sizes of the model that one of `size` ranks runs.
+
+        Args:
+            size: A number that `counts` can be shared by.
+        """
+        raise NotImplementedError(f"{self.architecture} is not divided among {size} devices")
 
     @property
     def kv_value_dim(self) -> int:

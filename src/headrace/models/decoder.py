@@ -30,8 +30,8 @@ from headrace.models.layers.attention_plan import (
 from headrace.models.layers.row_plan import plan_rows
 from headrace.models.layers.split_plan import plan_generating_split
 from headrace.models.layers.state_plan import plan_states
+from headrace.models.shard import WHOLE, Shard
 from headrace.ops.add_rms_norm import add_rms_norm
-from headrace.ops.linear import linear, pad_rows
 from headrace.ops.rms_norm import rms_norm
 from headrace.ops.rotary import inverse_frequencies, rotary_tables
 
@@ -157,6 +157,7 @@ class HybridDecoder(ABC, Generic[Config]):
         state_dtype: Dtype name of the recurrent states.
         multipliers: The family's constants.
         residual_in_float32: Keep what the layers add to in float32, whatever the compute dtype.
+        shard: Which part of the model this is; config and weights are the part's.
     """
 
     def __init__(
@@ -167,8 +168,10 @@ class HybridDecoder(ABC, Generic[Config]):
         multipliers: Multipliers,
         *,
         residual_in_float32: bool = False,
+        shard: Shard = WHOLE,
     ) -> None:
         self.config = config
+        self.shard = shard
         self._weights = weights
         self._state_dtype = state_dtype
         self._multipliers = multipliers
@@ -201,6 +204,11 @@ class HybridDecoder(ABC, Generic[Config]):
         Returns:
             Shape by name.
         """
+
+    @staticmethod
+    def segments(config: Any, name: str) -> tuple[int, ...] | None:  # noqa: ANN401, ARG004
+        """Return the sizes of the matrices that a tensor holds; see `HybridModel`."""
+        return None
 
     @staticmethod
     def kernel_obstacle(config: ModelConfig) -> str | None:
@@ -297,7 +305,7 @@ class HybridDecoder(ABC, Generic[Config]):
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         """Embed tokens [T], [T, C]."""
-        embedded = self._weights.embedding.index_select(0, token_ids)
+        embedded = self.shard.embed(self._weights.embedding, token_ids)
         if self._residual_in_float32:
             embedded = embedded.float()
         factor = self._multipliers.embedding
@@ -370,14 +378,16 @@ class HybridDecoder(ABC, Generic[Config]):
         Returns:
             [R, vocabulary], logits_dtype.
         """
-        rows = hidden_rows.shape[0]
+        table, vocab = self._weights.head, self.config.vocab_size
         divisor = self._multipliers.logits_divisor
         if divisor == 1.0:
-            return linear(pad_rows(hidden_rows), self._weights.head, out=out)[:rows]
-        logits = linear(pad_rows(hidden_rows), self._weights.head)[:rows].float()
-        return torch.div(logits, divisor, out=None if out is None else out[:rows])
+            return self.shard.head(table, hidden_rows, vocab, out=out)
+        logits = self.shard.head(table, hidden_rows, vocab).float()
+        return torch.div(logits, divisor, out=None if out is None else out[: logits.shape[0]])
 
     def _add(self, hidden: Tensor, change: Tensor) -> Tensor:
+        """Add what a block gives, of which each rank has a part, to the hidden states."""
+        change = self.shard.sum(change)
         factor = self._multipliers.residual
         return hidden + (change if factor == 1.0 else change * factor)
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     from headrace.models.batch import Caches, StateGroupSpec, StepBatch
     from headrace.models.config import ModelConfig
+    from headrace.models.shard import Shard
 
 
 class HybridModel(Protocol):
@@ -21,6 +22,10 @@ class HybridModel(Protocol):
     @property
     def config(self) -> ModelConfig:
         """The model's sizes."""
+
+    @property
+    def shard(self) -> Shard:
+        """Which part of the model this is: all of it, or a rank's."""
 
     @property
     def num_kv_layers(self) -> int:
@@ -47,6 +52,14 @@ class HybridModel(Protocol):
         """Return why no fused kernels can run a model, or None if they can.
 
         Where they can, `forward` (and `mtp`) take batches whose `kernels` is "triton".
+        """
+
+    @staticmethod
+    def segments(config: Any, name: str) -> tuple[int, ...] | None:  # noqa: ANN401
+        """Return the sizes of the matrices that a tensor of a checkpoint holds.
+
+        They are along the axis in which ranks have parts of the tensor; see `weights.cuts`. None is
+        for a tensor of one matrix, or whose rows are grouped so that a part is in one piece.
         """
 
     def state_groups(self, max_draft_tokens: int) -> tuple[StateGroupSpec, ...]:

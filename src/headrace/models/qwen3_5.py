@@ -43,9 +43,15 @@ from headrace.models.layers.moe import feed_forward
 from headrace.models.layers.row_plan import plan_rows
 from headrace.models.layers.split_plan import plan_split
 from headrace.models.layers.state_plan import plan_states
-from headrace.models.qwen3_5_weights import Qwen35Weights, expected_tensors, load_weights
+from headrace.models.qwen3_5_weights import (
+    Qwen35Weights,
+    expected_tensors,
+    load_weights,
+    segments,
+)
+from headrace.models.shard import WHOLE, Shard
 from headrace.ops.add_rms_norm import add_rms_norm
-from headrace.ops.linear import linear, pad_rows
+from headrace.ops.linear import linear
 from headrace.ops.rms_norm import rms_norm
 from headrace.ops.rotary import rotary_tables
 
@@ -80,12 +86,18 @@ class Qwen35Model:
         config: The model's sizes.
         weights: Its weights.
         state_dtype: Dtype name of the recurrent states.
+        shard: Which part of it this is; config and weights are the part's.
     """
 
     def __init__(
-        self, config: Qwen35Config, weights: Qwen35Weights, state_dtype: str = "float32"
+        self,
+        config: Qwen35Config,
+        weights: Qwen35Weights,
+        state_dtype: str = "float32",
+        shard: Shard = WHOLE,
     ) -> None:
         self.config = config
+        self.shard = shard
         self._weights = weights
         self._state_dtype = state_dtype
         self._sizes = config.delta
@@ -97,6 +109,7 @@ class Qwen35Model:
         weights: Mapping[str, Tensor],
         dtype: torch.dtype,
         state_dtype: str = "float32",
+        shard: Shard = WHOLE,
     ) -> Qwen35Model:
         """Build the model from tensors under their checkpoint names.
 
@@ -106,6 +119,7 @@ class Qwen35Model:
                 tensors of other parts (`model.visual.`) are ignored.
             dtype: Compute dtype.
             state_dtype: Dtype name of the recurrent states.
+            shard: Which part of a model it is; sizes and tensors are the part's.
 
         Returns:
             The model, on the device of the tensors.
@@ -113,7 +127,7 @@ class Qwen35Model:
         Raises:
             WeightsError: A tensor is missing, unexpected or of the wrong shape.
         """
-        return cls(config, load_weights(config, weights, dtype), state_dtype)
+        return cls(config, load_weights(config, weights, dtype), state_dtype, shard)
 
     @staticmethod
     def expected_tensors(
@@ -129,6 +143,11 @@ class Qwen35Model:
             Shape by name.
         """
         return expected_tensors(config, on_disk)
+
+    @staticmethod
+    def segments(config: Qwen35Config, name: str) -> tuple[int, ...] | None:
+        """Return the sizes of the matrices that a tensor holds; see `HybridModel`."""
+        return segments(config, name)
 
     @staticmethod
     def kernel_obstacle(config: Qwen35Config) -> str | None:
@@ -204,7 +223,7 @@ class Qwen35Model:
         """
         weights = self._weights
         plan = self._plan(batch, caches, with_states=True)
-        hidden = weights.embedding.index_select(0, batch.token_ids)
+        hidden = self.shard.embed(weights.embedding, batch.token_ids)
         group = caches.groups[0]
         linear_at = attention_at = 0
         assert plan.delta is not None
@@ -224,8 +243,9 @@ class Qwen35Model:
             else:
                 mixed = self._attend(normed, layer.mixer, caches, attention_at, plan)
                 attention_at += 1
-            normed = self._norm(hidden, mixed, layer.mlp_norm, batch.kernels)
+            normed = self._norm(hidden, self.shard.sum(mixed), layer.mlp_norm, batch.kernels)
             fed = feed_forward(normed, layer.mlp, batch.kernels, batch.kv_slot_mapping)
+            fed = self.shard.sum(fed)
             normed = self._norm(hidden, fed, next_norm, batch.kernels)
         return normed
 
@@ -252,15 +272,15 @@ class Qwen35Model:
         assert module is not None, "this checkpoint has no MTP module"
         kernels = batch.kernels
         plan = self._plan(batch, caches, with_states=False)
-        embedded = self._weights.embedding.index_select(0, next_token_ids)
+        embedded = self.shard.embed(self._weights.embedding, next_token_ids)
         norms = ((embedded, module.embedding_norm), (hidden, module.hidden_norm))
         x = linear(self._join(norms, kernels), module.fc)
         layer = module.layer
         assert isinstance(layer.mixer, AttentionWeights)
         normed = self._norm(x, None, layer.input_norm, kernels)
         mixed = self._attend(normed, layer.mixer, caches, self.num_kv_layers - 1, plan)
-        normed = self._norm(x, mixed, layer.mlp_norm, kernels)
-        fed = feed_forward(normed, layer.mlp, kernels, batch.kv_slot_mapping)
+        normed = self._norm(x, self.shard.sum(mixed), layer.mlp_norm, kernels)
+        fed = self.shard.sum(feed_forward(normed, layer.mlp, kernels, batch.kv_slot_mapping))
         return self._norm(x, fed, module.norm, kernels)
 
     def logits(self, hidden_rows: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -273,8 +293,8 @@ class Qwen35Model:
         Returns:
             [R, vocabulary], logits_dtype.
         """
-        rows = hidden_rows.shape[0]
-        return linear(pad_rows(hidden_rows), self._weights.head, out=out)[:rows]
+        vocab = self.config.vocab_size
+        return self.shard.head(self._weights.head, hidden_rows, vocab, out=out)
 
     def _plan(self, batch: StepBatch, caches: Caches, *, with_states: bool) -> _StepPlan:
         config = self.config

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
 
 from headrace.errors import ModelError
 from headrace.models.config import (
@@ -21,6 +21,10 @@ from headrace.models.config import (
 )
 from headrace.models.config_keys import ConfigObject
 from headrace.models.layers.gated_delta_net import DeltaSizes
+from headrace.models.shard import Counts, copied_part
+
+if TYPE_CHECKING:
+    from typing import Self
 
 DEFAULT_PARTIAL_ROTARY_FACTOR = 0.25
 DEFAULT_FULL_ATTENTION_INTERVAL = 4
@@ -123,6 +127,38 @@ class Qwen35Config(ModelConfig):
         )
         _check_sizes(config)
         return config
+
+    @property
+    def counts(self) -> Counts:
+        """Heads and inner widths; see `ModelConfig`."""
+        divided = {
+            "num_attention_heads": self.num_attention_heads,
+            "linear_num_value_heads": self.linear_num_value_heads,
+        }
+        copied = {"num_key_value_heads": self.num_kv_heads}
+        # Qwen3-Next's projections are grouped by key head, so each goes to one rank.
+        of_keys = divided if self.model_type == "qwen3_next" else copied
+        of_keys["linear_num_key_heads"] = self.linear_num_key_heads
+        if self.num_experts:
+            divided["moe_intermediate_size"] = self.expert_size
+            divided["shared_expert_intermediate_size"] = self.shared_size
+        else:
+            divided["intermediate_size"] = self.intermediate_size
+        return Counts(divided=divided, copied=copied)
+
+    def part(self, size: int) -> Self:
+        """Return a rank's sizes; see `ModelConfig`."""
+        return replace(
+            self,
+            num_shards=size,
+            num_attention_heads=self.num_attention_heads // size,
+            num_kv_heads=copied_part(self.num_kv_heads, size),
+            intermediate_size=self.intermediate_size // size,
+            expert_size=self.expert_size // size,
+            shared_size=self.shared_size // size,
+            linear_num_key_heads=copied_part(self.linear_num_key_heads, size),
+            linear_num_value_heads=self.linear_num_value_heads // size,
+        )
 
     @property
     def delta(self) -> DeltaSizes:

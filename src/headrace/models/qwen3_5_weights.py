@@ -54,7 +54,10 @@ class MtpWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Qwen35Weights:
-    """All weights; embedding and head [vocabulary, C], inverse_frequencies [r/2] f32."""
+    """All weights; embedding and head [vocabulary, C], inverse_frequencies [r/2] f32.
+
+    A rank of several has a part of each, and of the vocabulary's rows.
+    """
 
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
@@ -87,7 +90,7 @@ def expected_tensors(config: Qwen35Config, on_disk: Collection[str] = ()) -> Sha
 
 
 def _model_shapes(config: Qwen35Config, names: Collection[str]) -> Shapes:
-    width, vocab = config.hidden_size, config.vocab_size
+    width, vocab = config.hidden_size, config.vocab_rows
     shapes: Shapes = {"model.embed_tokens.weight": (vocab, width), "model.norm.weight": (width,)}
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (vocab, width)
@@ -189,6 +192,24 @@ def _attention_shapes(config: Qwen35Config) -> Shapes:
         "self_attn.q_norm.weight": (dim,),
         "self_attn.k_norm.weight": (dim,),
     }
+
+
+def segments(config: Qwen35Config, name: str) -> tuple[int, ...] | None:
+    """Sizes of the matrices that a tensor holds, along the axis in which ranks have parts of it.
+
+    Args:
+        config: The model's sizes, or a rank's.
+        name: The tensor's.
+
+    Returns:
+        The sizes, or None for a single matrix, or one that is grouped by head.
+    """
+    if name.endswith(("in_proj_qkv.weight", "conv1d.weight")):
+        sizes = config.delta
+        return sizes.keys, sizes.keys, sizes.values
+    if name.endswith("experts.gate_up_proj"):
+        return config.expert_size, config.expert_size
+    return None
 
 
 def load_weights(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from headrace.errors import UnsupportedModelError
+from headrace.errors import ConfigError, UnsupportedModelError
 from headrace.models.bamba import BambaConfig, BambaModel
-from headrace.models.config import refuse
+from headrace.models.config import ModelConfig, refuse
 from headrace.models.falcon_h1 import FalconH1Config, FalconH1Model
 from headrace.models.granite import GraniteConfig, GraniteModel
 from headrace.models.jamba import JambaConfig, JambaModel
@@ -22,12 +23,14 @@ from headrace.models.olmo_hybrid import OlmoHybridConfig, OlmoHybridModel
 from headrace.models.qwen3_5 import Qwen35Model
 from headrace.models.qwen3_5_config import Qwen35Config
 from headrace.models.zamba2 import Zamba2Config, Zamba2Model
+from headrace.weights.cuts import cuts
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
-    from headrace.models.config import ModelConfig
     from headrace.models.config_keys import ConfigObject
+    from headrace.models.shard import Shard
+    from headrace.weights.cuts import Cut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,3 +187,60 @@ def model_class(config: ModelConfig) -> Any:  # noqa: ANN401 - a class that make
         its checkpoint.
     """
     return next(each.model_class for each in FAMILIES if each.config_class is type(config))
+
+
+def check_parts(config: ModelConfig, size: int) -> None:
+    """Refuse a number of ranks that cannot share a model.
+
+    Args:
+        config: The whole model.
+        size: Ranks.
+
+    Raises:
+        ConfigError: Its layers are not divided at all yet, or not into so many parts.
+    """
+    if size == 1:
+        return
+    if config.counts is None:
+        families = ", ".join(_divided_architectures())
+        raise ConfigError(
+            f"tensor_parallel_size is {size} but {config.architecture} is not divided among "
+            f"devices yet; use 1, or a model of {families}"
+        )
+    config.counts.check(size)
+
+
+def _divided_architectures() -> list[str]:
+    """Architectures whose configs say what ranks have parts of."""
+    return sorted(
+        name
+        for each in FAMILIES
+        if each.config_class.counts is not ModelConfig.counts
+        for names in each.architectures.values()
+        for name in names[:1]
+    )
+
+
+def tensor_cuts(
+    config: ModelConfig, shard: Shard, on_disk: Collection[str] = ()
+) -> dict[str, Cut]:
+    """Find what a rank reads of a checkpoint.
+
+    Args:
+        config: The whole model.
+        shard: The rank's part.
+        on_disk: Names that there are.
+
+    Returns:
+        Cuts by name, of the tensors that the rank does not read whole.
+    """
+    if shard.size == 1:
+        return {}
+    cls, own = model_class(config), config.part(shard.size)
+    return cuts(
+        cls.expected_tensors(config, on_disk),
+        cls.expected_tensors(own, on_disk),
+        rank=shard.rank,
+        size=shard.size,
+        segments=(partial(cls.segments, config), partial(cls.segments, own)),
+    )

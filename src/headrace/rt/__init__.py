@@ -14,6 +14,7 @@ from headrace.rt.errors import (
 )
 from headrace.rt.frames import Frame, FrameRing, Stage
 from headrace.rt.graphs import Graph
+from headrace.rt.groups import GlooGroup, Group, LocalGroup, NcclGroup, local_groups
 from headrace.rt.queues import Queue
 from headrace.rt.reports import Access, Report
 from headrace.rt.runtime import BACKENDS, Policy, Runtime, Thread
@@ -33,7 +34,11 @@ __all__ = [
     "Field",
     "Frame",
     "FrameRing",
+    "GlooGroup",
     "Graph",
+    "Group",
+    "LocalGroup",
+    "NcclGroup",
     "Op",
     "Policy",
     "Queue",
@@ -53,5 +58,6 @@ __all__ = [
     "Ticket",
     "View",
     "Write",
+    "local_groups",
     "op",
 ]

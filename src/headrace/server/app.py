@@ -131,7 +131,10 @@ def serve(
     """
     # Imported here: `create_app` is of use without an engine and without torch.
     from headrace.engine.async_llm import AsyncLLM  # noqa: PLC0415
+    from headrace.engine.follower import follow_if_launched  # noqa: PLC0415
     from headrace.server.runner import listen, run_server  # noqa: PLC0415
+
+    follow_if_launched(config)
 
     if settings is None:
         keys = (api_keys,) if isinstance(api_keys, str) else tuple(api_keys)

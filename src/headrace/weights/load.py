@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ from headrace.weights.quantization import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from headrace.weights.cuts import Cut
     from headrace.weights.header import TensorEntry
     from headrace.weights.shards import Shards
 
@@ -59,10 +61,11 @@ class StoredWeights(Mapping[str, Tensor]):
 
     Args:
         shards: The checkpoint.
-        expected: Name to shape of every tensor the model wants.
+        expected: Name to shape of every tensor of the checkpoint.
         device: Where tensors go.
         ignore: Shell patterns of names on disk that the model does without.
         quantization: How FP8 matrices are scaled, if the checkpoint has them.
+        cuts: Tensors of which a part alone is read: what is given out has the part's shape.
 
     Attributes:
         device: Where tensors go.
@@ -79,11 +82,13 @@ class StoredWeights(Mapping[str, Tensor]):
         device: torch.device | str = "cpu",
         ignore: Sequence[str] = (),
         quantization: BlockScales | None = None,
+        cuts: Mapping[str, Cut] | None = None,
     ) -> None:
         self.device = torch.device(device)
         self._shards = shards
         self._expected = {name: tuple(shape) for name, shape in expected.items()}
         self._quantization = quantization
+        self._cuts = cuts or {}
         # What is read and converted at once goes through one piece of memory: thousands of short
         # allocations between lasting ones would leave holes that add up to the weights' own size.
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -95,7 +100,7 @@ class StoredWeights(Mapping[str, Tensor]):
         Raises:
             WeightsError: The file cannot be read, or has shrunk since its head was read.
         """
-        shape = self._expected[name]
+        shape = self.shape(name)
         dtype = torch.float32 if self._is_scaled(name) else _DTYPES[self._entry(name).dtype]
         out = torch.empty(shape, dtype=dtype, device=self.device)
         self.copy_to(name, out)
@@ -108,19 +113,48 @@ class StoredWeights(Mapping[str, Tensor]):
         return len(self._expected)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, which is not read."""
-        return self._expected[name]
+        """Shape of a tensor, or of the part that is wanted of it; nothing is read."""
+        cut = self._cuts.get(name)
+        return self._expected[name] if cut is None else cut.shape
 
     def copy_to(self, name: str, out: Tensor) -> None:
         """Read one tensor into place, in the dtype of the place.
 
         Args:
             name: One of the expected names.
-            out: Of the tensor's shape, contiguous.
+            out: Of `shape(name)`, contiguous.
 
         Raises:
             WeightsError: The file cannot be read, or has shrunk since its head was read.
         """
+        cut = self._cuts.get(name)
+        if cut is None:
+            self._copy_whole(name, out)
+        elif self._is_scaled(name):
+            # Its blocks may lie across the cut.
+            whole = torch.empty(self._expected[name], dtype=out.dtype, device=out.device)
+            self._copy_whole(name, whole)
+            cut.take(whole, out)
+        elif cut.axis == 0:
+            self._copy_rows(name, cut, out)
+        else:
+            # The file has it row by row: the whole passes through the host's memory.
+            cut.take(self._through_scratch(name), out)
+
+    def _copy_rows(self, name: str, cut: Cut, out: Tensor) -> None:
+        """Read a part that is some rows of a tensor: no other byte of it."""
+        entry = self._entry(name)
+        dtype, row_shape = _DTYPES[entry.dtype], entry.shape[1:]
+        row_bytes = math.prod(row_shape) * dtype.itemsize
+        out.zero_()
+        at = 0
+        for start, length in cut.ranges:
+            rows = self._scratch_of(length * row_bytes).view(dtype).view(length, *row_shape)
+            self._read(name, rows, offset=start * row_bytes)
+            out[at : at + length].copy_(rows)
+            at += length
+
+    def _copy_whole(self, name: str, out: Tensor) -> None:
         entry = self._entry(name)
         if self._is_scaled(name):
             assert self._quantization is not None
@@ -143,21 +177,25 @@ class StoredWeights(Mapping[str, Tensor]):
     def _through_scratch(self, name: str) -> Tensor:
         """Read a tensor; the next one overwrites it."""
         entry = self._entry(name)
-        if self._scratch.numel() < entry.num_bytes:
-            self._scratch = torch.empty(entry.num_bytes, dtype=torch.uint8)
-        place = self._scratch[: entry.num_bytes].view(_DTYPES[entry.dtype]).view(entry.shape)
+        scratch = self._scratch_of(entry.num_bytes)
+        place = scratch.view(_DTYPES[entry.dtype]).view(entry.shape)
         self._read(name, place)
         return place
 
-    def _read(self, name: str, out: Tensor) -> None:
-        """Read a tensor's bytes into contiguous memory of its dtype."""
+    def _scratch_of(self, num_bytes: int) -> Tensor:
+        if self._scratch.numel() < num_bytes:
+            self._scratch = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._scratch[:num_bytes]
+
+    def _read(self, name: str, out: Tensor, offset: int = 0) -> None:
+        """Fill contiguous memory of a tensor's dtype with its bytes from an offset on."""
         file, entry = self._shards.tensors[name]
         data = out.view(-1).view(torch.uint8).numpy()  # lint-rt: in memory of the host
-        view, done = data.data, 0
+        view, done, wanted = data.data, 0, data.size
         try:
             with file.open("rb", buffering=0) as stream:
-                stream.seek(entry.offset)
-                while done < entry.num_bytes:
+                stream.seek(entry.offset + offset)
+                while done < wanted:
                     # One call reads at most 2 GiB.
                     count = stream.readinto(view[done:])
                     if not count:

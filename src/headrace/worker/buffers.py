@@ -17,6 +17,7 @@ carry.last_token | [N+1] i64             | verify                        | advan
 carry.drafts     | [N+1, s] i64          | draft                         | advance, verify | step
 draft.*          | as kv, state and ring | as those, by the draft model  | as those        | those
 work.*           | one step's values     | advance, forward, verify      | later launches  | step
+exchange         | [1] i64               | collectives: forward, drafts  | those           | step
 prompt.*         | [T, ...], [., V]      | score_prompt                  | fetch           | step
 rules<i>.*       | per frame             | Stage.commit, before verify   | verify          | again
 masks<i>.*       | per frame             | Stage.commit, before verify   | verify          | again

@@ -63,6 +63,7 @@ def _draft_table(inputs: dict[str, Tensor], shape: StepShape, part: slice) -> Te
     k=rt.ReadWrite,
     v=rt.ReadWrite,
     drafts=rt.ReadWrite,
+    exchange=rt.ReadWrite,
 )
 def draft_mtp(
     *,
@@ -73,11 +74,16 @@ def draft_mtp(
     k: Tensor,
     v: Tensor,
     drafts: Tensor,
+    exchange: Tensor | None,
     shape: StepShape,
     fixed: Fixed,
     is_fork: bool,
 ) -> None:
-    """Propose drafts with the model's MTP head, applied again to its own output for each."""
+    """Propose drafts with the model's MTP head, applied again to its own output for each.
+
+    `exchange` stands for the collectives of its layers, as in `launches.forward`.
+    """
+    del exchange
     caches = make_caches(k, v, (), ())
     model = fixed.model
     part = _draft_part(shape, is_fork=is_fork)
@@ -217,7 +223,8 @@ def draft_model(
     Its KV and states lie in pools of their own under the served model's block ids, so tables,
     rollback, prefix hits and preemption are the same for both. Its own continuation must not reach
     those states: `columns` copies them to scratch blocks num_state_blocks .. + rows - 1, `replay`
-    only adds ring entries that the next step overwrites.
+    only adds ring entries that the next step overwrites. Ranks that share the served model have
+    all of this one each: it is small, and makes no collectives.
     """
     caches = make_caches(k, v, states, rings)
     if not is_fork:

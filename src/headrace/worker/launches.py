@@ -333,6 +333,7 @@ def _advance_base(
     rings=rt.ReadWrite,
     hidden=rt.Write,
     logits=rt.Write,
+    exchange=rt.ReadWrite,
 )
 def forward(
     *,
@@ -344,10 +345,15 @@ def forward(
     rings: tuple[dict[str, Tensor], ...],
     hidden: Tensor,
     logits: Tensor,
+    exchange: Tensor | None,
     shape: StepShape,
     fixed: Fixed,
 ) -> None:
-    """Run the model over the step's tokens, and the head over its sample positions."""
+    """Run the model over the step's tokens, and the head over its sample positions.
+
+    `exchange` stands for the collectives that the model makes through its shard; None without.
+    """
+    del exchange
     batch = make_batch(inputs, work, shape, fixed)
     caches = make_caches(k, v, states, rings)
     out = fixed.model.forward(batch, caches)
@@ -507,13 +513,16 @@ def land_drafts(
     outputs["drafts"][:count] = drafts[inputs["draft_rows"][:count]]
 
 
-@rt.op(inputs=rt.Read, hidden=rt.Read, scores=rt.Write, logits=rt.Write)
+@rt.op(
+    inputs=rt.Read, hidden=rt.Read, scores=rt.Write, logits=rt.Write, exchange=rt.ReadWrite
+)
 def score_prompt(
     *,
     inputs: dict[str, Tensor],
     hidden: Tensor,
     scores: dict[str, Tensor],
     logits: Tensor | None,
+    exchange: Tensor | None,
     start: int,
     count: int,
     at: int,
@@ -526,11 +535,13 @@ def score_prompt(
         hidden: The forward's output.
         scores: own, rank, values, ids, each by packed token.
         logits: Gets the raw logits, if they are wanted.
+        exchange: As in `forward`.
         start: First packed token.
         count: Packed tokens; few enough that [count, V] may be held.
         at: Where in `logits`.
         fixed: The worker's constants.
     """
+    del exchange
     stop = start + count
     raw = fixed.model.logits(hidden[start:stop]).float()
     width = scores["ids"].shape[1]

@@ -411,6 +411,8 @@ class Worker:
             name: alloc(f"work.{name}", shape, dtype, kind="work", fill=0)
             for name, (shape, dtype) in shapes.items()
         })
+        group = model.shard.group
+        self._exchange = None if group is None else group.attach(self.runtime)
         self._hidden = alloc("work.hidden", (t, sizes.hidden_size), model.dtype, kind="work")
         self._logits = alloc(
             "work.logits", (sizes.max_samples, sizes.vocab_size), model.logits_dtype, kind="work"
@@ -578,7 +580,8 @@ class Worker:
             self.runtime.launch(
                 launches.forward, stream, inputs=place.inputs, work=self._work, k=self.pools.k,
                 v=self.pools.v, states=self.pools.states, rings=self.pools.rings,
-                hidden=self._hidden, logits=self._logits, shape=place.shape, fixed=self.fixed,
+                hidden=self._hidden, logits=self._logits, exchange=self._exchange,
+                shape=place.shape, fixed=self.fixed,
             )
 
     def _choose(
@@ -662,7 +665,7 @@ class Worker:
             launch(
                 drafters.draft_mtp, stream, inputs=inputs, work=self._work, hidden=self._hidden,
                 last_token=place.last_token, k=self.pools.k, v=self.pools.v, drafts=place.drafts,
-                shape=shape, fixed=self.fixed, is_fork=is_fork,
+                exchange=self._exchange, shape=shape, fixed=self.fixed, is_fork=is_fork,
             )
         elif self.drafter == "ngram":
             launch(
@@ -744,7 +747,8 @@ class Worker:
         for at in range(0, count, _SCORED_AT_ONCE):
             self.runtime.launch(
                 launches.score_prompt, self._compute, inputs=self._inputs(frame),
-                hidden=self._hidden, scores=self._scores, logits=logits, start=offset + at,
+                hidden=self._hidden, scores=self._scores, logits=logits,
+                exchange=self._exchange, start=offset + at,
                 count=min(_SCORED_AT_ONCE, count - at), at=at, fixed=self.fixed,
             )
         scores = {name: buffer[offset : offset + count] for name, buffer in self._scores.items()}
