@@ -195,6 +195,26 @@ def test_a_rung_is_saved_once_it_was_hit(
     assert len(files(tmp_path, "state")) == 2
 
 
+def test_blocks_are_pinned_until_their_step_has_retired(
+    model: Any, prompt: list[int], start: Any  # noqa: ANN401
+) -> None:
+    engine = start(model, state_store_step_bytes=1, async_scheduling=True)
+    engine.add_request("job", prompt, replace(SHORT, max_tokens=1, logprobs=None))
+    saved: list[Any] = []
+    execute = engine.worker.execute
+    engine.worker.execute = lambda output: (saved.extend(output.saves), execute(output))[1]
+    pools = {"kv": [engine.scheduler.kv_pool], "state": engine.scheduler.state_pools}
+    while engine.has_work():
+        engine.step()
+        waiting = list(engine.scheduler.stored._queue)
+        newest = saved[-1:] if engine._in_flight else []
+        for save in (*waiting, *newest):
+            (pool,) = pools[save.kind]
+            assert all(pool.refs(block) for block in save.blocks), save
+    assert [save.kind for save in saved] == ["kv"] * 4 + ["state"]
+    assert_balanced(engine)
+
+
 def regions(path: Path) -> list[int]:
     """A place in each part of a piece: magic, version, digest, length, header, padding, data."""
     raw = path.read_bytes()

@@ -82,11 +82,10 @@ class EngineFault:
 
 def workload_of(fault: EngineFault, seed: int) -> RealWorkload:
     """A workload with many finishing rows, with the fault's own settings."""
-    made = generate_real(seed)
+    made = generate_real(seed, may_store=False)
     settings: dict[str, Any] = {
         "async_scheduling": True, "num_kv_blocks": 80, "num_state_blocks": 60, "max_num_seqs": 5,
         "max_num_batched_tokens": 128, "replay_interval": None, "graphs": "off",
-        "state_store_memory": None,
     }
     if fault.has_store:
         settings |= {"state_store_memory": 2**20, "prefix_cache": "align"}

@@ -160,8 +160,13 @@ class RealWorkload:
     has_files: bool = False
 
 
-def generate_real(seed: int) -> RealWorkload:
-    """Make the workload of a seed."""
+def generate_real(seed: int, *, may_store: bool = True) -> RealWorkload:
+    """Make the workload of a seed.
+
+    Args:
+        seed: The seed.
+        may_store: Whether it may have a state store, and requests that come once more to hit there.
+    """
     rng = random.Random(seed)  # noqa: S311 - a workload, no secret
     forks = random.Random(seed + 1)  # noqa: S311
     grammars = random.Random(seed + 2)  # noqa: S311
@@ -196,7 +201,7 @@ def generate_real(seed: int) -> RealWorkload:
         graphs=captures.choice(("on", "off")),
         check_invariants=True,
     )
-    has_store = config.prefix_cache == "align" and stores.random() < 0.6  # noqa: PLR2004
+    has_store = may_store and config.prefix_cache == "align" and stores.random() < 0.6  # noqa: PLR2004
     if has_store:
         config = replace(
             config,

@@ -274,6 +274,14 @@ class Engine:
         """
         return self._require_store().store.take_archive(archive)
 
+    def flush_store(self) -> None:
+        """Wait until the state store has what the steps so far have copied for it.
+
+        Raises:
+            RequestError: There is no state store.
+        """
+        self._require_store().store.flush()
+
     def close(self) -> None:
         """End other ranks, and let what goes to the state store arrive; no step follows."""
         self.end_ranks()
