@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from choice import bench_choice, check_choice
 from experts import bench_experts, check_experts
+from few_rows import bench_few_rows, check_few_rows
 from fusions import bench_fusions, check_fusions
 from mamba2 import bench_mamba2, check_mamba2
 from mixer import (
@@ -186,7 +187,8 @@ def bench_attention(rate: float) -> list[dict[str, Any]]:
 
 
 PARTS = (
-    "attention", "choice", "columns", "decode", "deterministic_linear", "experts", "fusions",
+    "attention", "choice", "columns", "decode", "deterministic_linear", "experts",
+    "few_rows_linear", "fusions",
     "gated_delta_prefill", "mamba2", "paged_prefill", "sweep_columns", "sweep_replay",
 )  # fmt: skip
 
@@ -210,6 +212,7 @@ def main() -> None:
         "sweep_replay": check_decode,
         "deterministic_linear": check_fixed_linear,
         "experts": check_experts,
+        "few_rows_linear": check_few_rows,
         "fusions": check_fusions,
         "gated_delta_prefill": check_prefill,
         "mamba2": check_mamba2,
@@ -226,6 +229,7 @@ def main() -> None:
         "decode": lambda: bench_decode(rate, quick=options.quick),
         "deterministic_linear": lambda: bench_fixed_linear(rate),
         "experts": lambda: bench_experts(rate),
+        "few_rows_linear": lambda: bench_few_rows(rate),
         "fusions": lambda: bench_fusions(rate),
         "gated_delta_prefill": lambda: bench_prefill(rate),
         "mamba2": lambda: bench_mamba2(rate),

@@ -23,6 +23,7 @@ from headrace.models.shard import Shard
 from headrace.ops import (
     add_rms_norm,
     attention_inputs,
+    few_rows_linear,
     gated_delta_decode,
     gated_delta_prefill,
     gated_product,
@@ -62,6 +63,7 @@ VARIANT_B_X_PROJ_STD = 0.4
 KERNEL_OPS = (
     add_rms_norm,
     attention_inputs,
+    few_rows_linear,
     gated_delta_decode,
     gated_delta_prefill,
     gated_product,

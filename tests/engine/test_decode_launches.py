@@ -121,6 +121,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
     # After the plugin's settings.
     from headrace.ops.add_rms_norm import fused as norm  # noqa: PLC0415
     from headrace.ops.attention_inputs import fused as heads  # noqa: PLC0415
+    from headrace.ops.few_rows_linear import fused as few_rows  # noqa: PLC0415
     from headrace.ops.gated_delta_decode import fused as mixer  # noqa: PLC0415
     from headrace.ops.gated_delta_prefill import fused as mixer_of_prompts  # noqa: PLC0415
     from headrace.ops.gated_product import fused as product  # noqa: PLC0415
@@ -141,7 +142,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
         if 0 not in grid:
             launch(kernel, grid, *args, **options)
 
-    for module in (norm, heads, mixer, mamba2, product, attention, experts, choice):
+    for module in (norm, heads, mixer, mamba2, product, attention, experts, choice, few_rows):
         monkeypatch.setattr(module, "launch_kernel", launch)
     for module in (mixer_of_prompts, attention_of_prompts):
         monkeypatch.setattr(module, "launch_kernel", launch_if_any)

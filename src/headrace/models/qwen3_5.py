@@ -40,6 +40,7 @@ from headrace.models.layers.gated_attention import (
 )
 from headrace.models.layers.gated_delta_net import DeltaWeights, gated_delta_net
 from headrace.models.layers.moe import feed_forward
+from headrace.models.layers.product import product
 from headrace.models.layers.row_plan import plan_rows
 from headrace.models.layers.split_plan import plan_split
 from headrace.models.layers.state_plan import plan_states
@@ -51,7 +52,6 @@ from headrace.models.qwen3_5_weights import (
 )
 from headrace.models.shard import WHOLE, Shard
 from headrace.ops.add_rms_norm import add_rms_norm
-from headrace.ops.linear import linear
 from headrace.ops.rms_norm import rms_norm
 from headrace.ops.rotary import rotary_tables
 
@@ -274,7 +274,7 @@ class Qwen35Model:
         plan = self._plan(batch, caches, with_states=False)
         embedded = self.shard.embed(self._weights.embedding, next_token_ids)
         norms = ((embedded, module.embedding_norm), (hidden, module.hidden_norm))
-        x = linear(self._join(norms, kernels), module.fc)
+        x = product(self._join(norms, kernels), module.fc, kernels)
         layer = module.layer
         assert isinstance(layer.mixer, AttentionWeights)
         normed = self._norm(x, None, layer.input_norm, kernels)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headrace.models.layers.attention_plan import AttentionPlan, FusedAttention, attend
+from headrace.models.layers.product import product
 from headrace.ops.activations import sigmoid
 from headrace.ops.attention_inputs import attention_inputs
 from headrace.ops.gated_product import sigmoid_product_
@@ -76,7 +77,7 @@ def gated_attention(
     num_kv_heads, head_dim = k_pool.shape[2:]
     num_heads = weights.head_scale.shape[0] - num_kv_heads
     q_cols, kv_cols = num_heads * head_dim, num_kv_heads * head_dim
-    projected = linear(x, weights.in_proj)
+    projected = product(x, weights.in_proj, step.kernels)
     if step.kernels == "triton":
         query = attention_inputs(
             projected,
@@ -89,7 +90,8 @@ def gated_attention(
             eps,
         )
         out = attend(query, k_pool, v_pool, step.plan).view(-1, q_cols)
-        return linear(sigmoid_product_(out, projected[:, -q_cols:]), weights.out_proj)
+        gated = sigmoid_product_(out, projected[:, -q_cols:])
+        return product(gated, weights.out_proj, step.kernels)
     heads, value, gate = projected.split_with_sizes((q_cols + kv_cols, kv_cols, q_cols), -1)
     normed = rms_norm(heads.view(-1, num_heads + num_kv_heads, head_dim), weights.head_scale, eps)
     rotated = rotate_(normed, step.cos, step.signed_sin)

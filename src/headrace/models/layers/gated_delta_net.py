@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional
 
 from headrace.models.batch import ReplayMetadata
+from headrace.models.layers.product import product
 from headrace.models.layers.recurrence import convolved_group, recur
 from headrace.models.layers.split_plan import SplitPlan
 from headrace.models.layers.windowed_conv import ConvPools, ConvWeights, windowed_conv
@@ -20,13 +21,12 @@ from headrace.ops.gated_delta_decode import MixerWeights, Ring, gated_delta_deco
 from headrace.ops.gated_delta_prefill import gated_delta_prefill
 from headrace.ops.gated_delta_scan import gated_delta_scan
 from headrace.ops.gated_delta_step import gated_delta_step
-from headrace.ops.linear import linear
 from headrace.ops.rms_norm import gated_rms_norm, l2_normalise
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from headrace.models.batch import ColumnsMetadata, StateCache, StateGroupSpec
+    from headrace.models.batch import ColumnsMetadata, Kernels, StateCache, StateGroupSpec
     from headrace.models.layers.state_plan import StatePlan
 
 
@@ -233,12 +233,13 @@ def gated_delta_net(
     Returns:
         [T, C].
     """
-    projected = linear(x, weights.in_proj)
+    kernels: Kernels = "triton" if isinstance(plan, SplitPlan) else "torch"
+    projected = product(x, weights.in_proj, kernels)
     if isinstance(plan, SplitPlan):
         mixed = _mix_split(projected, weights, sizes, cache, index, plan)
     else:
         mixed = _mix(projected, weights, sizes, cache, index, plan)
-    return linear(mixed, weights.out_proj)
+    return product(mixed, weights.out_proj, kernels)
 
 
 def _mix_split(

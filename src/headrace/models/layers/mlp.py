@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from headrace.models.layers.product import product
 from headrace.ops.activations import gelu_mul, relu2, silu_mul
 from headrace.ops.gated_product import silu_product
-from headrace.ops.linear import linear
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,7 +48,8 @@ class MlpWeights:
 def mlp(x: Tensor, weights: MlpWeights, kernels: Kernels = "torch") -> Tensor:
     """Return down(activation(gate_up(x))), [T, C]; with a gate silu(gate(x)) * up(x) or alike."""
     activate = activation(weights.activation, kernels)
-    return linear(activate(linear(x, weights.gate_up)), weights.down)
+    made = activate(product(x, weights.gate_up, kernels))
+    return product(made, weights.down, kernels)
 
 
 def mlp_shapes(prefix: str, width: int, inner: int) -> Shapes:
