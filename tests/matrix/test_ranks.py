@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from conformance import (
     GRID,
     VOCAB,
@@ -27,7 +28,13 @@ from conformance import (
 
 from headrace import rt
 from headrace.check.real import make_parallel_engine
-from headrace.models.reference_loop import ReferenceRun, run_reference
+from headrace.models.reference_loop import (
+    RUNNING,
+    ReferenceRun,
+    build_caches,
+    prompt_batch,
+    run_reference,
+)
 from headrace.testing import on_all_ranks, tiny_family, tiny_parts
 
 NUM_RANKS = 2
@@ -62,6 +69,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "vocab_size": 161,
         },
     ),
+    "nemotron_h": ("nemotron_h", {"n_groups": 4}),
+    **{name: (name, {}) for name in ("lfm2", "lfm2_moe", "granite", "bamba", "mamba2")},
 }
 """Family and sizes; a vocabulary need not come out even."""
 TOLERANCE = 2e-4
@@ -149,8 +158,11 @@ def test_two_ranks_give_the_bits_of_plain_decoding_on_two_ranks(
         assert stats["accepted_tokens"], "no draft was ever kept, the case shows nothing"
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("name", FAMILIES)
+# The small models of the last three have groups for two.
+@pytest.mark.parametrize(
+    ("name", "num_ranks"),
+    [*((name, 2) for name in FAMILIES), *((name, 4) for name in [*FAMILIES][:-3])],
+)
 def test_parts_of_a_model_give_what_the_whole_gives(name: str, num_ranks: int) -> None:
     family, sizes = FAMILIES[name]
     seed = secrets.randbits(32)
@@ -162,3 +174,23 @@ def test_parts_of_a_model_give_what_the_whole_gives(name: str, num_ranks: int) -
     models = attached(tiny_parts(family, rt.local_groups(num_ranks), seed, "B", **sizes))
     for part in on_all_ranks(models, run):
         assert_as_on_one_device(part, whole)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])
+def test_the_mtp_heads_of_parts_give_what_that_of_the_whole_gives(family: str) -> None:
+    seed = secrets.randbits(32)
+    print(f"weights of seed {seed}")
+    prompt = random.Random(seed).choices(range(2, VOCAB), k=32)
+    following = torch.tensor([*prompt[1:], 5])
+
+    def draft_logits(model: Any) -> torch.Tensor:  # noqa: ANN401
+        caches = build_caches(model, max_tokens=len(prompt), state_blocks=RUNNING + 1)
+        batch = prompt_batch(model, prompt, 0, len(prompt))
+        hidden = model.forward(batch, caches)
+        logits: torch.Tensor = model.logits(model.mtp(batch, caches, hidden, following))
+        return logits
+
+    whole = draft_logits(tiny_family(family, seed, "B"))
+    models = attached(tiny_parts(family, rt.local_groups(NUM_RANKS), seed, "B"))
+    for part in on_all_ranks(models, draft_logits):
+        assert float((part - whole).abs().max()) <= TOLERANCE * float(whole.std())

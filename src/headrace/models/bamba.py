@@ -5,7 +5,7 @@ Source: Bamba as in transformers (models/bamba).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from headrace.errors import ModelError
@@ -33,9 +33,11 @@ from headrace.models.layers.mamba2_weights import (
 )
 from headrace.models.layers.mlp import MlpWeights, load_mlp, mlp, mlp_shapes
 from headrace.models.mamba2_decoder import Mamba2Decoder
+from headrace.models.shard import WHOLE, Counts, Shard, attention_counts, attention_part
 
 if TYPE_CHECKING:
     from collections.abc import Collection
+    from typing import Self
 
     import torch
     from torch import Tensor
@@ -70,6 +72,21 @@ class BambaConfig(ModelConfig):
     mamba: Mamba2Sizes
     has_conv_bias: bool
     intermediate_size: int
+
+    @property
+    def counts(self) -> Counts:
+        """Heads, groups and inner widths; see `ModelConfig`."""
+        return attention_counts(self).with_divided(
+            **self.mamba.counts, intermediate_size=self.intermediate_size
+        )
+
+    def part(self, size: int) -> Self:
+        """Return a rank's sizes; see `ModelConfig`."""
+        return replace(
+            attention_part(self, size),
+            mamba=self.mamba.part(size),
+            intermediate_size=self.intermediate_size // size,
+        )
 
     @classmethod
     def parse(cls, raw: ConfigObject, architecture: str) -> BambaConfig:
@@ -147,6 +164,7 @@ class BambaModel(Mamba2Decoder[BambaConfig]):
         weights: dict[str, Tensor],
         dtype: torch.dtype,
         state_dtype: str = "float32",
+        shard: Shard = WHOLE,
     ) -> BambaModel:
         """Build the model from tensors under their checkpoint names.
 
@@ -155,6 +173,7 @@ class BambaModel(Mamba2Decoder[BambaConfig]):
             weights: All tensors.
             dtype: Compute dtype.
             state_dtype: Dtype name of the recurrent states.
+            shard: Which part of a model it is; sizes and tensors are the part's.
 
         Returns:
             The model, on the device of the tensors.
@@ -172,7 +191,12 @@ class BambaModel(Mamba2Decoder[BambaConfig]):
             ),
             final_norm="model.final_layernorm.weight",
         )
-        return cls(config, joined, state_dtype, Multipliers())
+        return cls(config, joined, state_dtype, Multipliers(), shard=shard)
+
+    @staticmethod
+    def segments(config: BambaConfig, name: str) -> tuple[int, ...] | None:
+        """Return the sizes of the matrices that a tensor holds; see `HybridModel`."""
+        return config.mamba.segments(name)
 
     @staticmethod
     def expected_tensors(config: BambaConfig, _: Collection[str] = ()) -> Shapes:

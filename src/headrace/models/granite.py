@@ -5,7 +5,7 @@ Source: GraniteMoeHybrid as in transformers (models/granitemoehybrid).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from headrace.models.checkpoint import CheckedTensors, Shapes, outer_shapes
@@ -40,9 +40,11 @@ from headrace.models.layers.mamba2_weights import (
 from headrace.models.layers.mlp import MlpWeights
 from headrace.models.layers.moe import MoeWeights, feed_forward
 from headrace.models.mamba2_decoder import Mamba2Decoder
+from headrace.models.shard import WHOLE, Counts, Shard, attention_counts, attention_part
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
+    from typing import Self
 
     import torch
     from torch import Tensor
@@ -86,6 +88,25 @@ class GraniteConfig(ModelConfig):
     expert_size: int
     shared_size: int
     multipliers: Multipliers
+
+    @property
+    def counts(self) -> Counts:
+        """Heads, groups and inner widths; see `ModelConfig`."""
+        counts = attention_counts(self).with_divided(
+            **self.mamba.counts, shared_intermediate_size=self.shared_size
+        )
+        if not self.num_experts:
+            return counts
+        return counts.with_divided(intermediate_size=self.expert_size)
+
+    def part(self, size: int) -> Self:
+        """Return a rank's sizes; see `ModelConfig`."""
+        return replace(
+            attention_part(self, size),
+            mamba=self.mamba.part(size),
+            expert_size=self.expert_size // size,
+            shared_size=self.shared_size // size,
+        )
 
     @classmethod
     def parse(cls, raw: ConfigObject, architecture: str) -> GraniteConfig:
@@ -154,6 +175,7 @@ class GraniteModel(Mamba2Decoder[GraniteConfig]):
         weights: Mapping[str, Tensor],
         dtype: torch.dtype,
         state_dtype: str = "float32",
+        shard: Shard = WHOLE,
     ) -> GraniteModel:
         """Build the model from tensors under their checkpoint names.
 
@@ -162,6 +184,7 @@ class GraniteModel(Mamba2Decoder[GraniteConfig]):
             weights: All tensors.
             dtype: Compute dtype.
             state_dtype: Dtype name of the recurrent states.
+            shard: Which part of a model it is; sizes and tensors are the part's.
 
         Returns:
             The model, on the device of the tensors.
@@ -179,7 +202,16 @@ class GraniteModel(Mamba2Decoder[GraniteConfig]):
             ),
             final_norm="model.norm.weight",
         )
-        return cls(config, joined, state_dtype, config.multipliers)
+        return cls(config, joined, state_dtype, config.multipliers, shard=shard)
+
+    @staticmethod
+    def segments(config: GraniteConfig, name: str) -> tuple[int, ...] | None:
+        """Return the sizes of the matrices that a tensor holds; see `HybridModel`."""
+        if name.endswith("shared_mlp.input_linear.weight"):
+            return config.shared_size, config.shared_size
+        if name.endswith("block_sparse_moe.input_linear.weight"):
+            return config.expert_size, config.expert_size
+        return config.mamba.segments(name)
 
     @staticmethod
     def expected_tensors(config: GraniteConfig, _: Collection[str] = ()) -> Shapes:

@@ -5,7 +5,7 @@ Source: LFM2 as in transformers (models/lfm2).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -36,9 +36,11 @@ from headrace.models.layers.mlp import MlpWeights
 from headrace.models.layers.moe import MoeWeights, feed_forward
 from headrace.models.layers.short_conv import ShortConvWeights, short_conv, state_group
 from headrace.models.layers.windowed_conv import ConvWeights
+from headrace.models.shard import WHOLE, Counts, Shard, attention_counts, attention_part
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
+    from typing import Self
 
     from torch import Tensor
 
@@ -67,6 +69,23 @@ class Lfm2Config(ModelConfig):
 
     conv_kernel: int
     intermediate_size: int
+
+    @property
+    def conv_channels(self) -> int:
+        """Channels of the convolutions; a rank has its part of the model's width."""
+        return self.hidden_size // self.num_shards
+
+    @property
+    def counts(self) -> Counts:
+        """Heads, channels and inner widths; see `ModelConfig`."""
+        return attention_counts(self).with_divided(
+            hidden_size=self.hidden_size, intermediate_size=self.intermediate_size
+        )
+
+    def part(self, size: int) -> Self:
+        """Return a rank's sizes; see `ModelConfig`."""
+        intermediate_size = self.intermediate_size // size
+        return replace(attention_part(self, size), intermediate_size=intermediate_size)
 
     @classmethod
     def parse(cls, raw: ConfigObject, architecture: str) -> Lfm2Config:
@@ -154,6 +173,7 @@ class Lfm2Model(HybridDecoder[Lfm2Config]):
         weights: Mapping[str, Tensor],
         dtype: torch.dtype,
         state_dtype: str = "float32",
+        shard: Shard = WHOLE,
     ) -> Lfm2Model:
         """Build the model from tensors under their checkpoint names.
 
@@ -162,6 +182,7 @@ class Lfm2Model(HybridDecoder[Lfm2Config]):
             weights: All tensors.
             dtype: Compute dtype.
             state_dtype: Not used: the only state is a window in the compute dtype.
+            shard: Which part of a model it is; sizes and tensors are the part's.
 
         Returns:
             The model, on the device of the tensors.
@@ -184,7 +205,12 @@ class Lfm2Model(HybridDecoder[Lfm2Config]):
             ),
             final_norm="model.embedding_norm.weight",
         )
-        return cls(config, joined, state_dtype, Multipliers())
+        return cls(config, joined, state_dtype, Multipliers(), shard=shard)
+
+    @staticmethod
+    def segments(config: Lfm2Config, name: str) -> tuple[int, ...] | None:
+        """Return the sizes of the matrices that a tensor holds; see `HybridModel`."""
+        return (config.conv_channels,) * 3 if name.endswith("conv.in_proj.weight") else None
 
     @classmethod
     def expected_tensors(cls, config: Lfm2Config, _: Collection[str] = ()) -> Shapes:
@@ -218,7 +244,7 @@ class Lfm2Model(HybridDecoder[Lfm2Config]):
             state_group(
                 self.config.linear_layers,
                 taps=self.config.conv_kernel,
-                channels=self.config.hidden_size,
+                channels=self.config.conv_channels,
                 max_drafts=max_draft_tokens,
                 dtype=str(self.dtype).removeprefix("torch."),
             ),
@@ -268,11 +294,11 @@ def _attention_shapes(config: Lfm2Config) -> Shapes:
 
 
 def _conv_shapes(config: Lfm2Config) -> Shapes:
-    width = config.hidden_size
+    width, channels = config.hidden_size, config.conv_channels
     return {
-        "conv.in_proj.weight": (3 * width, width),
-        "conv.conv.weight": (width, 1, config.conv_kernel),
-        "conv.out_proj.weight": (width, width),
+        "conv.in_proj.weight": (3 * channels, width),
+        "conv.conv.weight": (channels, 1, config.conv_kernel),
+        "conv.out_proj.weight": (width, channels),
     }
 
 

@@ -7,7 +7,7 @@ The width of an MLP is `intermediate_size` itself, which LFM2 adjusts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from headrace.errors import ModelError
@@ -16,9 +16,12 @@ from headrace.models.layers.moe import MoeWeights, Routing, load_experts
 from headrace.models.lfm2 import MLP_NAMES, Lfm2Config, Lfm2Model, lfm2_fields, mlp_shapes
 
 if TYPE_CHECKING:
+    from typing import Self
+
     from headrace.models.checkpoint import CheckedTensors, Shapes
     from headrace.models.config_keys import ConfigObject
     from headrace.models.layers.mlp import MlpWeights
+    from headrace.models.shard import Counts
 
 _ROUTING_EPS = 1e-6
 
@@ -42,6 +45,18 @@ class Lfm2MoeConfig(Lfm2Config):
     expert_size: int
     has_choice_bias: bool
     routing: Routing
+
+    @property
+    def counts(self) -> Counts:
+        """Those of `Lfm2Config`, and the experts' width."""
+        # A dataclass with slots is another class than the one that a bare super() means.
+        whole = super(Lfm2MoeConfig, self).counts
+        return whole.with_divided(moe_intermediate_size=self.expert_size)
+
+    def part(self, size: int) -> Self:
+        """Return a rank's sizes; see `ModelConfig`."""
+        own = super(Lfm2MoeConfig, self).part(size)
+        return replace(own, expert_size=self.expert_size // size)
 
     @classmethod
     def parse(cls, raw: ConfigObject, architecture: str) -> Lfm2MoeConfig:

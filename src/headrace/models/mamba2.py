@@ -5,7 +5,7 @@ Source: Mamba2 as in transformers (models/mamba2).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from headrace.models.checkpoint import CheckedTensors, Shapes, outer_shapes
@@ -26,9 +26,11 @@ from headrace.models.layers.mamba2_weights import (
     mamba2_sizes,
 )
 from headrace.models.mamba2_decoder import Mamba2Decoder
+from headrace.models.shard import WHOLE, Counts, Shard, attention_counts, attention_part
 
 if TYPE_CHECKING:
     from collections.abc import Collection
+    from typing import Self
 
     import torch
     from torch import Tensor
@@ -63,6 +65,18 @@ class Mamba2Config(ModelConfig):
     mamba: Mamba2Sizes
     has_conv_bias: bool
     residual_in_float32: bool
+
+    @property
+    def counts(self) -> Counts:
+        """Heads, groups and inner widths; see `ModelConfig`."""
+        return attention_counts(self).with_divided(**self.mamba.counts)
+
+    def part(self, size: int) -> Self:
+        """Return a rank's sizes; see `ModelConfig`."""
+        return replace(
+            attention_part(self, size),
+            mamba=self.mamba.part(size),
+        )
 
     @classmethod
     def parse(cls, raw: ConfigObject, architecture: str) -> Mamba2Config:
@@ -116,6 +130,7 @@ class Mamba2Model(Mamba2Decoder[Mamba2Config]):
         weights: dict[str, Tensor],
         dtype: torch.dtype,
         state_dtype: str = "float32",
+        shard: Shard = WHOLE,
     ) -> Mamba2Model:
         """Build the model from tensors under their checkpoint names.
 
@@ -124,6 +139,7 @@ class Mamba2Model(Mamba2Decoder[Mamba2Config]):
             weights: All tensors.
             dtype: Compute dtype.
             state_dtype: Dtype name of the recurrent states.
+            shard: Which part of a model it is; sizes and tensors are the part's.
 
         Returns:
             The model, on the device of the tensors.
@@ -151,7 +167,13 @@ class Mamba2Model(Mamba2Decoder[Mamba2Config]):
             state_dtype,
             Multipliers(),
             residual_in_float32=config.residual_in_float32,
+            shard=shard,
         )
+
+    @staticmethod
+    def segments(config: Mamba2Config, name: str) -> tuple[int, ...] | None:
+        """Return the sizes of the matrices that a tensor holds; see `HybridModel`."""
+        return config.mamba.segments(name)
 
     @staticmethod
     def expected_tensors(config: Mamba2Config, on_disk: Collection[str] = ()) -> Shapes:

@@ -20,7 +20,7 @@ Source: Nemotron-H as in transformers (models/nemotron_h), arXiv:2504.03624; MTP
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -55,10 +55,12 @@ from headrace.models.layers.mamba2_weights import (
 from headrace.models.layers.mlp import MlpWeights
 from headrace.models.layers.moe import MoeWeights, Routing, feed_forward
 from headrace.models.mamba2_decoder import Mamba2Decoder
+from headrace.models.shard import WHOLE, Counts, Shard, attention_counts, attention_part
 from headrace.ops.linear import linear
 
 if TYPE_CHECKING:
     from collections.abc import Collection
+    from typing import Self
 
     from torch import Tensor
 
@@ -150,6 +152,26 @@ class NemotronHConfig(ModelConfig):
     routing: Routing
     mtp_pattern: tuple[str, ...]
     residual_in_float32: bool
+
+    @property
+    def counts(self) -> Counts:
+        """Heads, groups and inner widths; see `ModelConfig`."""
+        return attention_counts(self).with_divided(
+            **self.mamba.counts,
+            intermediate_size=self.intermediate_size,
+            moe_intermediate_size=self.expert_size,
+            moe_shared_expert_intermediate_size=self.shared_size,
+        )
+
+    def part(self, size: int) -> Self:
+        """Return a rank's sizes; see `ModelConfig`."""
+        return replace(
+            attention_part(self, size),
+            mamba=self.mamba.part(size),
+            intermediate_size=self.intermediate_size // size,
+            expert_size=self.expert_size // size,
+            shared_size=self.shared_size // size,
+        )
 
     @classmethod
     def parse(cls, raw: ConfigObject, architecture: str) -> NemotronHConfig:
@@ -303,6 +325,7 @@ class NemotronHModel(Mamba2Decoder[NemotronHConfig]):
         weights: Its weights.
         state_dtype: Dtype name of the recurrent states.
         mtp: Its MTP head, if it has one.
+        shard: Which part of the model this is; config and weights are the part's.
     """
 
     def __init__(
@@ -311,10 +334,12 @@ class NemotronHModel(Mamba2Decoder[NemotronHConfig]):
         weights: DecoderWeights,
         state_dtype: str,
         mtp: MtpWeights | None,
+        shard: Shard = WHOLE,
     ) -> None:
         in_float32 = config.residual_in_float32
         super().__init__(
-            config, weights, state_dtype, Multipliers(), residual_in_float32=in_float32
+            config, weights, state_dtype, Multipliers(), residual_in_float32=in_float32,
+            shard=shard,
         )
         self._mtp = mtp
 
@@ -325,6 +350,7 @@ class NemotronHModel(Mamba2Decoder[NemotronHConfig]):
         weights: dict[str, Tensor],
         dtype: torch.dtype,
         state_dtype: str = "float32",
+        shard: Shard = WHOLE,
     ) -> NemotronHModel:
         """Build the model from tensors under their checkpoint names.
 
@@ -333,6 +359,7 @@ class NemotronHModel(Mamba2Decoder[NemotronHConfig]):
             weights: All tensors, under `backbone.` or `model.`; experts each or stacked.
             dtype: Compute dtype.
             state_dtype: Dtype name of the recurrent states.
+            shard: Which part of a model it is; sizes and tensors are the part's.
 
         Returns:
             The model, on the device of the tensors.
@@ -353,7 +380,12 @@ class NemotronHModel(Mamba2Decoder[NemotronHConfig]):
             embedding=root + "embeddings.weight",
         )
         mtp = _load_mtp(config, source) if config.num_mtp_layers else None
-        return cls(config, joined, state_dtype, mtp)
+        return cls(config, joined, state_dtype, mtp, shard)
+
+    @staticmethod
+    def segments(config: NemotronHConfig, name: str) -> tuple[int, ...] | None:
+        """Return the sizes of the matrices that a tensor holds; see `HybridModel`."""
+        return config.mamba.segments(name)
 
     @staticmethod
     def expected_tensors(config: NemotronHConfig, on_disk: Collection[str] = ()) -> Shapes:
@@ -402,7 +434,7 @@ class NemotronHModel(Mamba2Decoder[NemotronHConfig]):
         head = self._mtp
         assert head is not None, "this checkpoint has no MTP head"
         kernels = batch.kernels
-        embedded = self._weights.embedding.index_select(0, next_token_ids)
+        embedded = self.shard.embed(self._weights.embedding, next_token_ids)
         step = self._plan(batch, caches, embedded, with_states=False)
         pairs = (embedded, head.embedding_norm), (hidden, head.hidden_norm)
         both = [self._norm(rows, scale, kernels) for rows, scale in pairs]
@@ -411,10 +443,10 @@ class NemotronHModel(Mamba2Decoder[NemotronHConfig]):
         for kind, layer in zip(self.config.mtp_layer_types, head.layers, strict=True):
             normed = self._norm(x, layer.input_norm, kernels)
             if kind == FULL:
-                x = x + self._run_attention(at, layer.mixer, normed, step)
+                x = self._add(x, self._run_attention(at, layer.mixer, normed, step))
                 at += 1
             else:
-                x = x + feed_forward(normed, layer.mixer, kernels, step.slots)
+                x = self._add(x, feed_forward(normed, layer.mixer, kernels, step.slots))
         return self._norm(x, head.final_norm, kernels)
 
     def _run_mixer(self, i: int, layer: DecoderLayer, x: Tensor, step: DecoderStep) -> Tensor:

@@ -13,8 +13,8 @@ Everything between those is the same on all ranks, and so are the tokens that th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, TypeVar
 
 from headrace.errors import ConfigError
 from headrace.ops.linear import linear, pad_rows
@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace import rt
+    from headrace.models.config import ModelConfig
 
 _MOST_RANKS = 64
+Config = TypeVar("Config", bound="ModelConfig")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -114,6 +116,10 @@ class Counts:
     divided: Mapping[str, int]
     copied: Mapping[str, int] = field(default_factory=dict)
 
+    def with_divided(self, **more: int) -> Counts:
+        """These, and more that each rank has an equal part of."""
+        return Counts(divided={**self.divided, **more}, copied=self.copied)
+
     def obstacle(self, size: int) -> tuple[str, int] | None:
         """Return a number that so many ranks cannot share, or None."""
         for name, count in self.divided.items():
@@ -138,6 +144,27 @@ class Counts:
             f"tensor_parallel_size is {size} but the model's {found[0]} is {found[1]}, which so "
             f"many devices cannot share; sizes that work are {', '.join(fit)}"
         )
+
+
+def attention_counts(config: ModelConfig) -> Counts:
+    """Heads of attention layers, which most families spell alike."""
+    if not config.num_attention_heads:
+        return Counts(divided={})
+    return Counts(
+        divided={"num_attention_heads": config.num_attention_heads},
+        copied={"num_key_value_heads": config.num_kv_heads},
+    )
+
+
+def attention_part(config: Config, size: int) -> Config:
+    """Give a rank its part of the heads that `attention_counts` names."""
+    has_attention = config.num_attention_heads > 0
+    return replace(
+        config,
+        num_shards=size,
+        num_attention_heads=config.num_attention_heads // size,
+        num_kv_heads=copied_part(config.num_kv_heads, size) if has_attention else 0,
+    )
 
 
 def copied_part(count: int, size: int) -> int:

@@ -5,7 +5,7 @@ Source: Mamba-2, arXiv:2405.21060, as Granite 4 and its relatives build it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -76,6 +76,25 @@ class Mamba2Sizes:
                 return f"the {name} size of Mamba-2 is {size}, and the kernels need a power of 2"
         if self.inner > MAX_PART:
             return f"Mamba-2 layers are {self.inner} wide, and the kernels can norm {MAX_PART}"
+        return None
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What ranks have equal parts of: heads, and groups, which are normed by themselves."""
+        return {"heads of Mamba-2 layers": self.num_heads, "groups of those": self.num_groups}
+
+    def part(self, size: int) -> Mamba2Sizes:
+        """Return the sizes of one of `size` parts."""
+        return replace(
+            self, num_heads=self.num_heads // size, num_groups=self.num_groups // size
+        )
+
+    def segments(self, name: str) -> tuple[int, ...] | None:
+        """Sizes of what a tensor of the layer holds one after another; None for one thing."""
+        if name.endswith("in_proj.weight"):
+            return self.inner, self.inner, self.shared, self.shared, self.num_heads
+        if name.endswith(("conv1d.weight", "conv1d.bias")):
+            return self.inner, self.shared, self.shared
         return None
 
     def state_group(
