@@ -2,13 +2,15 @@
 
     python benchmarks/gpu_conformance.py [--requests 512] [--mixed-seconds 60] [--json FILE]
 
-Six parts, one line of JSON each:
+Seven parts, some lines of JSON each:
 
 * conformance: both layouts and both schemes, with PyTorch operations and with fused kernels,
   speculation, asynchronous scheduling and prefix cache on, at least 500 requests at once; accuracy
   of the shipped model's tasks with everything on and off, and where outputs differ from the plain
   run (float32, so every difference is a rounding).
 * demo: accuracy of the demo model's tasks with everything on and off, and what differs.
+* deterministic: the same with `deterministic`, in bfloat16 and float32, with preemptions: no
+  request may differ from one that runs alone; and what it costs.
 * bfloat16: how often kernels and PyTorch operations first differ, beside how often PyTorch
   operations differ with another batch size.
 * races: the second founding fault as a kernel with more programs than the device runs at once,
@@ -41,9 +43,12 @@ from headrace.evals import suite
 from headrace.sampling_params import SamplingParams
 
 NUM_TOKENS = 24
-PARTS = ("races", "conformance", "demo", "bfloat16", "mixed")
+PARTS = ("races", "conformance", "demo", "deterministic", "bfloat16", "mixed")
 LAYOUTS: tuple[Literal["slots", "compact"], ...] = ("slots", "compact")
 SCHEMES: tuple[Literal["columns", "replay"], ...] = ("columns", "replay")
+ALONE = 48
+"""Requests that run one at a time."""
+
 MAX_LIVE = 40
 ABORT_CHANCE = 0.1
 PREEMPT_CHANCE = 0.03
@@ -144,6 +149,47 @@ def demo(device: str, count: int) -> list[dict[str, Any]]:
         figures = {**_without_tokens(result), **differences(baseline, result)}
         rows.append({"part": "demo", "case": f"{layout}, everything on", **figures})
     return rows
+
+
+def deterministic(device: str, count: int) -> list[dict[str, Any]]:
+    """Everything on against one request at a time, bit by bit in all that tokens show."""
+    asked = examples(count)
+    rows = []
+    for dtype in ("bfloat16", "float32"):
+        plain = EngineConfig(
+            model="nano", device=device, dtype=dtype, speculative="none", prefix_cache="none",  # type: ignore[arg-type]
+            async_scheduling=False, state_scheme="columns", max_num_seqs=256, max_model_len=2560,
+            kernels="triton", graphs="off", deterministic=True,
+        )
+        everything = replace(
+            plain, speculative="mtp:3", prefix_cache="align", async_scheduling=True, graphs="auto"
+        )
+        tight = replace(everything, batch_layout="compact", num_kv_blocks=800)
+        cases = {
+            "all at once": plain,
+            "everything on, slots, columns": everything,
+            "everything on, slots, replay": replace(everything, state_scheme="replay"),
+            "everything on, compact, columns, tight": tight,
+            "everything on, compact, replay, tight, chunks of 64": replace(
+                tight, state_scheme="replay", max_num_batched_tokens=1088
+            ),
+            "not deterministic": replace(everything, deterministic=False),
+        }
+        alone = run(replace(plain, max_num_seqs=1), asked[:ALONE])
+        rows.append(_deterministic_row(dtype, "alone", alone))
+        together: dict[str, Any] | None = None
+        for case, config in cases.items():
+            result = run(config, asked)
+            first = {"tokens": result["tokens"][:ALONE]}
+            row = _deterministic_row(dtype, case, result)
+            row["of_those_alone_differ"] = differences(alone, first)["requests_that_differ"]
+            together = together or result
+            rows.append(row | differences(together, result))
+    return rows
+
+
+def _deterministic_row(dtype: str, case: str, result: dict[str, Any]) -> dict[str, Any]:
+    return {"part": "deterministic", "dtype": dtype, "case": case, **_without_tokens(result)}
 
 
 def bfloat16(device: str, count: int) -> list[dict[str, Any]]:
@@ -312,7 +358,12 @@ def main() -> None:
     parts = [given.only] if given.only else PARTS
     if "races" in parts and on_gpu:
         report(races())
-    for part, measure in (("conformance", conformance), ("demo", demo), ("bfloat16", bfloat16)):
+    for part, measure in (
+        ("conformance", conformance),
+        ("demo", demo),
+        ("deterministic", deterministic),
+        ("bfloat16", bfloat16),
+    ):
         for row in measure(given.device, given.requests) if part in parts else ():
             report(row)
     if "mixed" in parts:

@@ -72,7 +72,8 @@ class EngineConfig:
             xgrammar takes fewer forms, and calls of tools run on llguidance all the same.
         async_scheduling: Prepare step n+1 while step n runs.
         deterministic: Bitwise equal results; None means on for CPU float32, off elsewhere and
-            with kernels triton.
+            with kernels triton. True on a GPU takes kernels of one shape, and is refused for models
+            that have none.
         seed: Seed of requests that bring none.
         max_waiting: Most waiting sequences before a server answers 429.
         check_invariants: Verify pools and tables after every step (tests, debugging).

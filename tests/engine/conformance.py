@@ -28,6 +28,7 @@ from headrace.worker.sampler import SamplingTensors, sample
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from headrace.models.batch import Kernels
     from headrace.outputs import RequestOutput
 
 GRID = 16
@@ -99,6 +100,7 @@ class Case:
     pools: str = "roomy"
     unit: int = GRID
     graphs: str = "off"
+    kernels: str = "torch"
 
     @property
     def num_drafts(self) -> int:
@@ -112,6 +114,7 @@ class Case:
             "async_scheduling": self.mode == "async",
             "batch_layout": self.layout,
             "graphs": self.graphs,
+            "kernels": self.kernels,
             "state_scheme": scheme,
             "prefix_cache": self.cache,
             "speculative": self.drafts,
@@ -189,7 +192,13 @@ def seeded_choice(params: SamplingParams) -> Callable[[torch.Tensor, int], int]:
     return choose
 
 
-def solve(model: Any, job: Job, *, states: bool = False) -> Job:  # noqa: ANN401
+def solve(
+    model: Any,  # noqa: ANN401
+    job: Job,
+    *,
+    states: bool = False,
+    kernels: Kernels = "torch",
+) -> Job:
     """Fill in the oracle's answer."""
     params = job.params
     assert params.max_tokens is not None
@@ -199,25 +208,36 @@ def solve(model: Any, job: Job, *, states: bool = False) -> Job:  # noqa: ANN401
     boundaries = range(GRID, end + 1, GRID) if states else ()
     extra = {} if params.temperature == 0.0 else {"choose": seeded_choice(params)}
     job.run = run_reference(
-        model, job.prompt, count, scan_grid=GRID, states_at=list(boundaries), **extra
+        model, job.prompt, count, scan_grid=GRID, states_at=list(boundaries), kernels=kernels,
+        **extra,
     )
     return job
 
 
-def make_jobs(model: Any, rng: random.Random, lengths: Sequence[int]) -> list[Job]:  # noqa: ANN401
+def make_jobs(
+    model: Any,  # noqa: ANN401
+    rng: random.Random,
+    lengths: Sequence[int],
+    kernels: Kernels = "torch",
+) -> list[Job]:
     """Prompts that share prefixes, greedy and seeded ones, with their answers.
 
     None goes on where another one's answer begins, as one in fifty would by chance: outside bitwise
     mode it would hit states of generated tokens, of which no bits are promised.
     """
     while True:
-        jobs = _jobs(model, rng, lengths)
+        jobs = _jobs(model, rng, lengths, kernels)
         begun = [job.prompt + job.run.tokens[:1] for job in jobs if job.run is not None]
         if not any(job.prompt[: len(start)] == start for job in jobs for start in begun):
             return jobs
 
 
-def _jobs(model: Any, rng: random.Random, lengths: Sequence[int]) -> list[Job]:  # noqa: ANN401
+def _jobs(
+    model: Any,  # noqa: ANN401
+    rng: random.Random,
+    lengths: Sequence[int],
+    kernels: Kernels,
+) -> list[Job]:
     base = [rng.randrange(2, VOCAB) for _ in range(MAX_LEN)]
     jobs = []
     for index, length in enumerate(lengths):
@@ -229,7 +249,7 @@ def _jobs(model: Any, rng: random.Random, lengths: Sequence[int]) -> list[Job]: 
                 params, temperature=rng.uniform(0.3, 2.0), top_k=rng.choice((0, 5, 20)),
                 top_p=rng.choice((1.0, 0.9)), seed=rng.randrange(2**31),
             )
-        jobs.append(solve(model, Job(prompt, params), states=True))
+        jobs.append(solve(model, Job(prompt, params), states=True, kernels=kernels))
     return jobs
 
 

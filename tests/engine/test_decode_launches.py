@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from headrace import rt
+    from headrace.models.batch import Kernels
     from headrace.worker.launches import StepShape
 
 SHAPES = sorted((Path(__file__).parents[2] / "benchmarks" / "shapes").glob("*.json"))
@@ -122,6 +123,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
     from headrace.ops.add_rms_norm import fused as norm  # noqa: PLC0415
     from headrace.ops.attention_inputs import fused as heads  # noqa: PLC0415
     from headrace.ops.few_rows_linear import fused as few_rows  # noqa: PLC0415
+    from headrace.ops.fixed_linear import fused as linear  # noqa: PLC0415
     from headrace.ops.gated_delta_decode import fused as mixer  # noqa: PLC0415
     from headrace.ops.gated_delta_prefill import fused as mixer_of_prompts  # noqa: PLC0415
     from headrace.ops.gated_product import fused as product  # noqa: PLC0415
@@ -142,7 +144,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
         if 0 not in grid:
             launch(kernel, grid, *args, **options)
 
-    for module in (norm, heads, mixer, mamba2, product, attention, experts, choice, few_rows):
+    modules = (
+        norm, heads, linear, mixer, mamba2, product, attention, experts, choice, few_rows
+    )  # fmt: skip
+    for module in modules:
         monkeypatch.setattr(module, "launch_kernel", launch)
     for module in (mixer_of_prompts, attention_of_prompts):
         monkeypatch.setattr(module, "launch_kernel", launch_if_any)
@@ -269,9 +274,20 @@ def launch_twice_on_meta(
 
 
 def specs_of_shape(
-    path: Path, scheme: str, rows: int, queries: int, state_dtype: str, launched: list[KernelSpec]
+    path: Path,
+    scheme: str,
+    rows: int,
+    queries: int,
+    state_dtype: str,
+    launched: list[KernelSpec],
+    kernels: Kernels = "triton",
+    max_drafts: int | None = None,
 ) -> list[KernelSpec]:
-    """Different kernels that a decode step of a model of this shape launches, in bfloat16."""
+    """Different kernels that a decode step of a model of this shape launches, in bfloat16.
+
+    No row has more than max_drafts drafts; by default those of this step.
+    """
+    columns_wide = queries if max_drafts is None else 1 + max_drafts
 
     def numbers(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -282,7 +298,7 @@ def specs_of_shape(
     settings = EngineConfig(dtype="bfloat16", state_dtype=state_dtype)  # type: ignore[arg-type]
     model = _without_weights(config, settings)
     assert model.kernel_obstacle(config) is None
-    (group,) = model.state_groups(queries - 1)
+    (group,) = model.state_groups(columns_wide - 1)
     layers, blocks, slots, page, ring = len(group.layers), 1 + 3 * rows, 1 + rows, 16, 32
     state = {
         each.name: numbers(layers, blocks, *each.shape, dtype=getattr(torch, each.dtype))
@@ -302,7 +318,7 @@ def specs_of_shape(
     block = numbers(rows, dtype=torch.int32)
     states: ColumnsMetadata | ReplayMetadata
     if scheme == "columns":
-        columns = numbers(rows, queries, dtype=torch.int32)
+        columns = numbers(rows, columns_wide, dtype=torch.int32)
         states = ColumnsMetadata(window_blocks=columns, accepted=numbers(rows))
     else:
         states = ReplayMetadata(
@@ -326,11 +342,13 @@ def specs_of_shape(
             states=(states,),
         ),
         known=(),
-        kernels="triton",
+        kernels=kernels,
     )
     cache = StateCache(state=state, ring=rings if scheme == "replay" else {})
     hidden = model.forward(batch, Caches(k=k, v=v, groups=(cache,)))
     assert hidden.shape == (tokens, config.hidden_size)
+    if kernels == "fixed":
+        assert model.logits(hidden[:1], kernels).shape == (1, config.vocab_size)
     return list({str(spec): spec for spec in launched}.values())
 
 
@@ -357,6 +375,41 @@ def test_a_layer_launches_one_kernel_or_a_few(
     # attention, gates by silu and by sigmoid.
     inner = {spec.constants["WIDTH"] for spec in launched if "gated_product" in spec.kernel}
     assert len(specs) == phases + 2 + 2 + 1 + len(inner) + len(mixtures) // 4
+
+
+@pytest.mark.parametrize("scheme", ["columns", "replay"])
+@pytest.mark.parametrize("path", SHAPES, ids=lambda path: path.stem)
+def test_fixed_kernels_are_the_same_code_in_every_step(
+    path: Path, scheme: str, launched: list[KernelSpec]
+) -> None:
+    """So no constant, and nothing that the compiler looks at, follows from a step's rows."""
+    seen = []
+    for rows, queries in ((1, 1), (3, 4), (16, 2), (200, 1)):
+        launched.clear()
+        specs_of_shape(
+            path, scheme, rows, queries, "float32", launched, kernels="fixed", max_drafts=3
+        )
+        seen.append({as_code(spec) for spec in launched} - {None})
+    assert all(codes == seen[0] for codes in seen[1:])
+    made = {spec.kernel.rpartition(":")[2] for spec in launched}
+    assert {"fixed_linear_kernel", "gated_delta_decode_kernel", "paged_decode_kernel"} <= made
+
+
+def as_code(spec: KernelSpec) -> str | None:
+    """What decides a kernel's machine code.
+
+    Whether runs of a product are programs of their own does: their sums and their order are the
+    same, and so is the code around them (`ops/fixed_linear` shows it bit by bit).
+    """
+    if spec.kernel.endswith(":add_runs_kernel"):
+        return None
+    constants = {name: v for name, v in spec.constants.items() if name != "IS_SPLIT"}
+    # Sums of runs are float32, and so is what they are written to.
+    signature = {name: v for name, v in spec.signature.items() if name != "out_ptr"}
+    is_product = spec.kernel.endswith(":fixed_linear_kernel")
+    return str(replace(
+        spec, constants=constants, signature=signature if is_product else spec.signature,
+    ))  # fmt: skip
 
 
 class Launches(TorchDispatchMode):
@@ -417,6 +470,20 @@ def test_what_a_decode_step_launches_compiles_for_hopper_without_spills(
     path: Path, scheme: str, rows: int, queries: int, state_dtype: str, launched: list[KernelSpec]
 ) -> None:
     assert_compiles(specs_of_shape(path, scheme, rows, queries, state_dtype, launched))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("scheme", ["columns", "replay"])
+@pytest.mark.parametrize("path", SHAPES, ids=lambda path: path.stem)
+def test_fixed_kernels_compile_for_hopper_without_spills(
+    path: Path, scheme: str, launched: list[KernelSpec]
+) -> None:
+    specs = specs_of_shape(
+        path, scheme, 4, 1, "float32", launched, kernels="fixed", max_drafts=3
+    )
+    for spec, compiled in assert_compiles(specs).items():
+        if "fixed_linear_kernel" in spec:
+            assert compiled.tensor_core, spec
 
 
 def assert_compiles(specs: list[KernelSpec]) -> dict[str, Compiled]:

@@ -291,7 +291,6 @@ def test_a_cpu_runs_pytorch_operations_unless_told_otherwise() -> None:
     ("model", "settings", "message"),
     [
         ("qwen", {"kernels": "cuda"}, "kernels is 'cuda'; choose auto, torch or triton"),
-        ("qwen", {"deterministic": True}, "'triton' but deterministic is set.*use kernels torch"),
         ("lfm2", {}, "no kernel serves the layers of Lfm2.*; use kernels auto or torch"),
         ("odd", {}, "linear_value_head_dim is 12.*a power of 2; use kernels auto or torch"),
         ("short", {}, "linear_key_head_dim is 8.*need 16..128; use kernels auto or torch"),
@@ -326,7 +325,7 @@ def test_a_cuda_device_takes_kernels_where_there_are_some() -> None:
     assert resolve_kernels(config, qwen) == "triton"
     assert resolve_kernels(config, lfm2) == "torch"
     assert resolve_kernels(replace(config, kernels="torch"), qwen) == "torch"
-    assert resolve_kernels(replace(config, deterministic=True), qwen) == "torch"
+    assert resolve_kernels(replace(config, deterministic=True), qwen) == "triton"
 
 
 @pytest.mark.parametrize(

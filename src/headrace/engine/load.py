@@ -199,7 +199,7 @@ def _lead(config: EngineConfig) -> Leader:
 
 def _load(
     config: EngineConfig,
-    wanted: Kernels | Literal["auto"],
+    wanted: Literal["auto", "torch", "triton"],
     folder: Path | None,
     stored: Checkpoint | None,
     model_config: ModelConfig,
@@ -225,8 +225,9 @@ def _load(
         draft_model = _load_draft(speculation.path, model_config, config, device)
     draft_kernels: Kernels = "torch"
     if draft_model is not None:
-        # "auto" is decided for each model.
-        draft_kernels = resolve_kernels(replace(config, kernels=wanted), draft_model.config)
+        # "auto" is decided for each model. Drafts change no output, whatever their bits are.
+        loose = replace(config, kernels=wanted, deterministic=False)
+        draft_kernels = resolve_kernels(loose, draft_model.config)
     has_kernels = config.kernels == "triton" and (
         draft_model is None or draft_kernels == "triton"
     )
@@ -300,6 +301,7 @@ def assemble(
     depth = 2 if config.async_scheduling else 1
     assert config.kernels != "auto", "settings must be resolved"
     assert config.graphs != "auto", "settings must be resolved"
+    is_fixed = bool(config.deterministic) and config.kernels == "triton"
     try:
         worker = Worker(
             model=model,
@@ -310,7 +312,7 @@ def assemble(
             depth=depth,
             kv_dtype=model.dtype,
             grid=config.scan_grid,
-            kernels=(config.kernels, draft_kernels),
+            kernels=("fixed" if is_fixed else config.kernels, draft_kernels),
             drafter=speculation.method,
             draft_model=draft_model,
             graphs=config.graphs == "on",
@@ -540,11 +542,6 @@ def resolve_on(
     deterministic = config.deterministic
     if deterministic is None:
         deterministic = device == "cpu" and dtype == "float32" and config.kernels != "triton"
-    elif deterministic and device == "cuda":
-        raise ConfigError(
-            "deterministic is set on a CUDA device, where bitwise results are not promised yet; "
-            "leave it out, or run on the CPU in float32"
-        )
     _check_ranks(config, model_config)
     if has_store(config) and config.prefix_cache == "none":
         raise ConfigError(
@@ -568,7 +565,10 @@ def resolve_on(
             "llguidance" if config.grammar_backend == "auto" else config.grammar_backend
         ),
     )
+    asked = config.kernels
     config = replace(config, kernels=resolve_kernels(config, model_config))
+    if config.deterministic:
+        check_deterministic(config, model_config, asked)
     has_drafts = parse_speculative(config.speculative, model_config).num_drafts > 0
     return replace(config, state_scheme=resolve_scheme(config, has_drafts=has_drafts))
 
@@ -609,7 +609,54 @@ def resolve_scheme(config: EngineConfig, *, has_drafts: bool) -> Literal["column
     return "replay" if has_drafts else "columns"
 
 
-def resolve_kernels(config: EngineConfig, model_config: ModelConfig) -> Kernels:
+def check_deterministic(config: EngineConfig, model_config: ModelConfig, asked: str) -> None:
+    """Refuse what cannot give the same bits whatever else runs.
+
+    On a CPU PyTorch operations can, and so can the kernels of some families. On a CUDA device those
+    kernels alone can: libraries there choose the order of sums by the number of rows.
+
+    Args:
+        config: Settings, of which all but `state_scheme` are resolved.
+        model_config: The model.
+        asked: The setting `kernels` before it was resolved.
+
+    Raises:
+        ConfigError: With the remedy.
+    """
+    remedy = "leave deterministic out"
+    if config.kernels == "torch":
+        if config.device == "cpu":
+            return
+        obstacle = "kernels is 'torch'"
+        if asked != "torch":
+            found = _kernel_obstacle(config, model_config)
+            assert found is not None, "kernels can be used and are not"
+            obstacle = found[0]
+        raise ConfigError(
+            f"deterministic is set on a CUDA device, where kernels alone give the same bits, but "
+            f"{obstacle}; {remedy}, or run on the CPU in float32"
+        )
+    fixed_obstacle = model_class(model_config).fixed_obstacle(model_config)
+    if fixed_obstacle is not None:
+        raise ConfigError(
+            f"deterministic is set but {fixed_obstacle}; {remedy}, or run on the CPU in float32 "
+            "with kernels torch"
+        )
+    if config.device == "cuda" and config.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"deterministic is set and tensor_parallel_size is {config.tensor_parallel_size}, but "
+            f"a library chooses the order in which it adds what GPUs give; use one, or {remedy}"
+        )
+    if config.state_dtype != "float32":
+        raise ConfigError(
+            f"deterministic is set but state_dtype is {config.state_dtype}, and the bits of states "
+            f"that are rounded depend on when they are stored; use state_dtype float32, or {remedy}"
+        )
+
+
+def resolve_kernels(
+    config: EngineConfig, model_config: ModelConfig
+) -> Literal["torch", "triton"]:
     """Decide what computes a model's generated tokens.
 
     Args:
@@ -659,11 +706,6 @@ def resolve_graphs(config: EngineConfig, *, has_kernels: bool) -> bool:
 
 def _kernel_obstacle(config: EngineConfig, model_config: ModelConfig) -> tuple[str, str] | None:
     """Why the kernels cannot be used and what to change, or None if they can."""
-    if config.deterministic:
-        return (
-            "deterministic is set, and the kernels promise results within a tolerance only",
-            "use kernels torch, or leave deterministic out",
-        )
     if not has_triton():
         return "triton is not installed", "install it, or use kernels torch"
     if config.device == "cpu" and not is_interpreted():

@@ -26,11 +26,13 @@ if TYPE_CHECKING:
 ROW_TILE = 16
 """Rows of every matrix product on the CPU; T is a multiple of it."""
 
-Kernels = Literal["torch", "triton"]
+Kernels = Literal["torch", "triton", "fixed"]
 """What computes a step: PyTorch operations, or fused kernels where there are some.
 
 With "triton", operations on single tokens are kernels for all tokens of a step, in every step: so a
-prompt's bits do not depend on whether a generating row is beside it.
+prompt's bits do not depend on whether a generating row is beside it. With "fixed", no kernel's
+shape follows from the step and products are kernels too: a token's bits are those of its sequence,
+whatever else is in the step. That is what the setting `deterministic` makes of "triton".
 """
 
 

@@ -215,6 +215,11 @@ class HybridDecoder(ABC, Generic[Config]):
         """Return why no fused kernels can run a model."""
         return f"no kernel serves the layers of {config.architecture}"
 
+    @staticmethod
+    def fixed_obstacle(config: ModelConfig) -> str | None:
+        """Return why kernels cannot make a token's bits its own."""
+        return f"operations of {config.architecture} follow the number of tokens in a step"
+
     @abstractmethod
     def state_groups(self, max_draft_tokens: int) -> tuple[StateGroupSpec, ...]:
         """Describe the state pools that this model needs; see `HybridModel`."""
@@ -368,11 +373,14 @@ class HybridDecoder(ABC, Generic[Config]):
         eps, factor = self.config.rms_norm_eps, self._multipliers.query
         return plain_attention(x, weights, kv, attention, eps=eps, query_factor=factor)
 
-    def logits(self, hidden_rows: Tensor, *, out: Tensor | None = None) -> Tensor:
+    def logits(
+        self, hidden_rows: Tensor, kernels: Kernels = "torch", *, out: Tensor | None = None
+    ) -> Tensor:
         """Apply the head.
 
         Args:
             hidden_rows: Rows of `forward`, [R, C].
+            kernels: What multiplies.
             out: Where they go, [R filled up to ROW_TILE or more, vocabulary], logits_dtype.
 
         Returns:
@@ -381,8 +389,8 @@ class HybridDecoder(ABC, Generic[Config]):
         table, vocab = self._weights.head, self.config.vocab_size
         divisor = self._multipliers.logits_divisor
         if divisor == 1.0:
-            return self.shard.head(table, hidden_rows, vocab, out=out)
-        logits = self.shard.head(table, hidden_rows, vocab).float()
+            return self.shard.head(table, hidden_rows, vocab, kernels, out=out)
+        logits = self.shard.head(table, hidden_rows, vocab, kernels).float()
         return torch.div(logits, divisor, out=None if out is None else out[: logits.shape[0]])
 
     def _add(self, hidden: Tensor, change: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from headrace.models.batch import Caches, StateGroupSpec, StepBatch
+    from headrace.models.batch import Caches, Kernels, StateGroupSpec, StepBatch
     from headrace.models.config import ModelConfig
     from headrace.models.shard import Shard
 
@@ -55,6 +55,13 @@ class HybridModel(Protocol):
         """
 
     @staticmethod
+    def fixed_obstacle(config: Any) -> str | None:  # noqa: ANN401 - the family's config
+        """Return why kernels cannot make a token's bits its own, or None if they can.
+
+        Where they can, and have no other obstacle, batches may have `kernels` "fixed".
+        """
+
+    @staticmethod
     def segments(config: Any, name: str) -> tuple[int, ...] | None:  # noqa: ANN401
         """Return the sizes of the matrices that a tensor of a checkpoint holds.
 
@@ -80,11 +87,14 @@ class HybridModel(Protocol):
             Hidden states after the last norm, [T, C].
         """
 
-    def logits(self, hidden_rows: Tensor, *, out: Tensor | None = None) -> Tensor:
+    def logits(
+        self, hidden_rows: Tensor, kernels: Kernels = "torch", *, out: Tensor | None = None
+    ) -> Tensor:
         """Apply the head.
 
         Args:
             hidden_rows: Rows of `forward`, [R, C].
+            kernels: What multiplies.
             out: Where they go, [R filled up to ROW_TILE or more, vocabulary], logits_dtype.
 
         Returns:

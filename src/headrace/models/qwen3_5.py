@@ -41,6 +41,7 @@ from headrace.models.layers.gated_attention import (
 from headrace.models.layers.gated_delta_net import DeltaWeights, gated_delta_net
 from headrace.models.layers.moe import feed_forward
 from headrace.models.layers.product import product
+from headrace.models.layers.recomputed import RUN
 from headrace.models.layers.row_plan import plan_rows
 from headrace.models.layers.split_plan import plan_split
 from headrace.models.layers.state_plan import plan_states
@@ -69,6 +70,10 @@ if TYPE_CHECKING:
 
 _MIN_STATE, _MAX_STATE = 16, 128
 """Head sizes of states: tensor cores take 16 terms, a multiprocessor holds tiles of 128."""
+
+
+_MAX_FIXED_GROUP = 8
+"""The same with `RUN` tokens of a row in one tile, whatever its drafts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -166,6 +171,17 @@ class Qwen35Model:
             if not _MIN_STATE <= size <= _MAX_STATE:
                 return f"{name} is {size}, and the kernels need {_MIN_STATE}..{_MAX_STATE}"
         return head_obstacle(config)
+
+    @staticmethod
+    def fixed_obstacle(config: Qwen35Config) -> str | None:
+        """Return why kernels cannot make a token's bits its own, or None if they can."""
+        group = config.num_attention_heads // config.num_kv_heads
+        if group > _MAX_FIXED_GROUP:
+            return (
+                f"a KV head has {group} query heads, and with tiles for {RUN} tokens of a row the "
+                f"kernels take {_MAX_FIXED_GROUP} at most"
+            )
+        return None
 
     @property
     def num_kv_layers(self) -> int:
@@ -283,18 +299,21 @@ class Qwen35Model:
         fed = self.shard.sum(feed_forward(normed, layer.mlp, kernels, batch.kv_slot_mapping))
         return self._norm(x, fed, module.norm, kernels)
 
-    def logits(self, hidden_rows: Tensor, *, out: Tensor | None = None) -> Tensor:
+    def logits(
+        self, hidden_rows: Tensor, kernels: Kernels = "torch", *, out: Tensor | None = None
+    ) -> Tensor:
         """Apply the head.
 
         Args:
             hidden_rows: Rows of `forward` or `mtp`, [R, C].
+            kernels: What multiplies.
             out: Where they go, [R filled up to ROW_TILE or more, vocabulary], logits_dtype.
 
         Returns:
             [R, vocabulary], logits_dtype.
         """
         vocab = self.config.vocab_size
-        return self.shard.head(self._weights.head, hidden_rows, vocab, out=out)
+        return self.shard.head(self._weights.head, hidden_rows, vocab, kernels, out=out)
 
     def _plan(self, batch: StepBatch, caches: Caches, *, with_states: bool) -> _StepPlan:
         config = self.config
@@ -302,7 +321,7 @@ class Qwen35Model:
         cos, signed_sin = rotary_tables(batch.positions, self._weights.inverse_frequencies)
         attention: AttentionPlan | FusedAttention
         rows = None
-        if batch.kernels == "triton":
+        if batch.kernels != "torch":
             out = self._zeros(batch, config.num_attention_heads, config.head_dim)
             attention = plan_fused_attention(batch, out)
         else:
@@ -325,7 +344,7 @@ class Qwen35Model:
     ) -> StatePlan | SplitPlan:
         """Compute what the Gated DeltaNet layers of a step share."""
         taps = self.config.conv_kernel
-        if batch.kernels == "triton":
+        if batch.kernels != "torch":
             return plan_split(batch, 0, cache, taps, self._zeros(batch, self._sizes.values))
         return plan_states(batch, rows, 0, cache, taps)
 
@@ -350,7 +369,7 @@ class Qwen35Model:
     ) -> Tensor:
         """Add to the hidden states, in place, if there is anything to add; return their norm."""
         eps = self.config.rms_norm_eps
-        if kernels == "triton":
+        if kernels != "torch":
             return add_rms_norm(hidden, added, scale, eps)
         if added is not None:
             hidden.add_(added)

@@ -124,7 +124,7 @@ def run_reference(
     for position in range(length, length + num_tokens):
         if position in wanted:
             keep(position, RUNNING)
-        logits = model.logits(last)[0].float()
+        logits = model.logits(last, kernels)[0].float()
         rows.append(logits)
         token = choose(logits, position)
         tokens.append(token)

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from headrace.errors import ConfigError
-from headrace.ops.linear import linear, pad_rows
+from headrace.models.layers.product import product
+from headrace.ops.linear import pad_rows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace import rt
+    from headrace.models.batch import Kernels
     from headrace.models.config import ModelConfig
 
 _MOST_RANKS = 64
@@ -75,7 +77,13 @@ class Shard:
         return self.sum(rows.masked_fill(is_elsewhere[:, None], 0.0))
 
     def head(
-        self, table: Tensor, hidden_rows: Tensor, vocab_size: int, *, out: Tensor | None = None
+        self,
+        table: Tensor,
+        hidden_rows: Tensor,
+        vocab_size: int,
+        kernels: Kernels = "torch",
+        *,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Make logits.
 
@@ -83,6 +91,7 @@ class Shard:
             table: This rank's rows of the head, [ceil(V / size), C].
             hidden_rows: [R, C].
             vocab_size: V.
+            kernels: What multiplies.
             out: Where they go, [R filled up to ROW_TILE or more, V], the table's dtype.
 
         Returns:
@@ -90,9 +99,10 @@ class Shard:
         """
         rows = hidden_rows.shape[0]
         if self.size == 1:
-            return linear(pad_rows(hidden_rows), table, out=out)[:rows]
+            return product(pad_rows(hidden_rows), table, kernels, out=out)[:rows]
         assert self.group is not None, "a part without a group cannot be run"
-        parts = self.group.all_gather(linear(pad_rows(hidden_rows), table)[:rows].contiguous())
+        own = product(pad_rows(hidden_rows), table, kernels)[:rows]
+        parts = self.group.all_gather(own.contiguous())
         logits = hidden_rows.new_empty(rows, vocab_size) if out is None else out[:rows]
         for rank, part in enumerate(parts):
             place = logits[:, rank * table.shape[0] :][:, : table.shape[0]]

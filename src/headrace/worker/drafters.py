@@ -118,11 +118,11 @@ def draft_mtp(
         state = model.mtp(batch, caches, hidden[: shape.num_padded], following)[last]
     if not len(rows) or not shape.num_drafts:
         return
-    draft = likeliest(model.logits(state), fixed.kernels)
+    draft = likeliest(model.logits(state, fixed.kernels), fixed.kernels)
     proposals = [draft]
     for step in range(1, shape.num_drafts):
         state = apply(draft, state, position + step)
-        draft = likeliest(model.logits(state), fixed.kernels)
+        draft = likeliest(model.logits(state, fixed.kernels), fixed.kernels)
         proposals.append(draft)
     _propose(drafts, rows, torch.stack(proposals, dim=1))
 
@@ -253,7 +253,7 @@ def draft_model(
         )
         batch = _one_token_batch(token, at, table, metadata, fixed, fixed.draft_kernels, is_real)
         hidden = model.forward(batch, caches)
-        token = likeliest(model.logits(hidden[:count]), fixed.draft_kernels)
+        token = likeliest(model.logits(hidden[:count], fixed.draft_kernels), fixed.draft_kernels)
         proposals.append(token)
     _propose(drafts, rows, torch.stack(proposals, dim=1))
 

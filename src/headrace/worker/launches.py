@@ -360,7 +360,7 @@ def forward(
     hidden[: shape.num_padded] = out
     if shape.num_samples:
         chosen = out[inputs["sample_index"][: shape.num_samples]]
-        fixed.model.logits(chosen, out=logits)
+        fixed.model.logits(chosen, fixed.kernels, out=logits)
 
 
 @rt.op(
@@ -543,7 +543,7 @@ def score_prompt(
     """
     del exchange
     stop = start + count
-    raw = fixed.model.logits(hidden[start:stop]).float()
+    raw = fixed.model.logits(hidden[start:stop], fixed.kernels).float()
     width = scores["ids"].shape[1]
     own, rank, values, ids = top_logprobs(raw, inputs["next_tokens"][start:stop], width)
     scores["own"][start:stop] = own
@@ -687,7 +687,7 @@ def make_batch(
         scan_grid=fixed.grid,
         kernels=kernels,
         prefill=prefill,
-        prompts=_prefill_rows(inputs, shape, tables) if kernels == "triton" else (),
+        prompts=_prefill_rows(inputs, shape, tables) if kernels != "torch" else (),
     )
 
 

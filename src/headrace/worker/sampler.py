@@ -70,7 +70,7 @@ def likeliest(logits: Tensor, kernels: Kernels) -> Tensor:
     Returns:
         Token ids, [R] i64.
     """
-    return choose_tokens(logits) if kernels == "triton" else lowest_argmax(logits)
+    return lowest_argmax(logits) if kernels == "torch" else choose_tokens(logits)
 
 
 def sample(
@@ -95,14 +95,14 @@ def sample(
     """
     if is_all_greedy:
         return likeliest(logits, kernels)
-    if kernels == "triton" and not filters:
+    if kernels != "torch" and not filters:
         return choose_tokens(logits, params)
     logits = logits.float()
     is_greedy = params.temperature == 0.0
     scaled = logits / torch.where(is_greedy, 1.0, params.temperature)[:, None]
     if filters:
         scaled = _filter(scaled, params)
-    if kernels == "triton":
+    if kernels != "torch":
         values = torch.where(is_greedy[:, None], logits, scaled)
         # What is left to do with the others is to add noise.
         return choose_tokens(values, replace(params, temperature=(~is_greedy).float()))

@@ -334,11 +334,16 @@ class Stager:
             length = len(row.token_ids)
             spans.append(Span(token=first_token, start=row.start, length=length, table=table))
             first_token += length
+        # Tokens computed again attend as they did when they were generated, if bits must be fixed.
+        in_prompt = [
+            span for span, row in zip(spans, known, strict=True) if row.path == "scan"
+        ]
         layouts = {}
         for name, tiling in self._tilings.items():
-            if tiling is None:
+            own = spans if tiling is None or not tiling.is_fixed else in_prompt
+            if tiling is None or not own:
                 continue
-            layouts[name], records = tiling.list_tiles(spans)
+            layouts[name], records = tiling.list_tiles(own)
             put(name, records)
         return layouts
 

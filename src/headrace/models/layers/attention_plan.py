@@ -7,6 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from headrace.models.layers.recomputed import (
+    DecodeRows,
+    filled_up,
+    plan_recomputed_attention,
+)
 from headrace.ops.paged_attention import attend_chunk, attend_rows, key_rows
 from headrace.ops.paged_decode import paged_decode
 from headrace.ops.paged_prefill import Tiling, paged_prefill, tiling
@@ -90,13 +95,13 @@ class FusedAttention:
     """One step whose tokens kernels attend from.
 
     Attributes:
-        verify: Its generating rows.
-        prefill: Tiles of its known rows.
+        decode: Rows of the kernel for generated tokens.
+        prefill: Tiles of its other rows.
         out: What each attention layer in turn writes its real tokens' outputs to, [T, H, D]. Made
             once a step, as zeros: those of padding stay.
     """
 
-    verify: VerifyRows | None
+    decode: tuple[VerifyRows | DecodeRows, ...]
     prefill: PrefillTiles | None
     out: Tensor
 
@@ -140,12 +145,13 @@ def plan_attention(
 
 def tiling_of(model: HybridModel, kernels: Kernels) -> Tiling | None:
     """Return how a model's known rows are cut into `StepBatch.prefill`; None if they are not."""
-    if kernels != "triton" or not model.num_kv_layers:
+    if kernels == "torch" or not model.num_kv_layers:
         return None
     config = model.config
     return tiling(
-        config.num_attention_heads, config.num_kv_heads, config.head_dim, model.dtype.itemsize
-    )
+        config.num_attention_heads, config.num_kv_heads, config.head_dim, model.dtype.itemsize,
+        is_fixed=kernels == "fixed",
+    )  # fmt: skip
 
 
 def plan_fused_attention(batch: StepBatch, out: Tensor) -> FusedAttention:
@@ -158,8 +164,16 @@ def plan_fused_attention(batch: StepBatch, out: Tensor) -> FusedAttention:
     Returns:
         The plan.
     """
-    assert (batch.prefill is None) == (not batch.known), f"{len(batch.known)} known rows, no tiles"
-    return FusedAttention(verify=batch.verify, prefill=batch.prefill, out=out)
+    verify: VerifyRows | DecodeRows | None = batch.verify
+    again = None
+    tiled = batch.known
+    if batch.kernels == "fixed":
+        verify = None if batch.verify is None else filled_up(batch.verify)
+        again = plan_recomputed_attention(batch)
+        tiled = tuple(row for row in batch.known if row.path == "scan")
+    assert (batch.prefill is None) == (not tiled), f"{len(tiled)} known rows, no tiles"
+    decode = tuple(rows for rows in (verify, again) if rows is not None)
+    return FusedAttention(decode=decode, prefill=batch.prefill, out=out)
 
 
 def _plan_known(
@@ -223,9 +237,8 @@ def _attend_known(
 
 
 def _attend_fused(query: Tensor, k_pool: Tensor, v_pool: Tensor, plan: FusedAttention) -> Tensor:
-    """Attend from the generating rows and from the known rows, each in kernels of their own."""
-    rows = plan.verify
-    if rows is not None:
+    """Attend from generated tokens and from the others, each in kernels of their own."""
+    for rows in plan.decode:
         paged_decode(
             query,
             k_pool,

@@ -10,7 +10,6 @@ from headrace.models.layers.product import product
 from headrace.ops.activations import sigmoid
 from headrace.ops.attention_inputs import attention_inputs
 from headrace.ops.gated_product import sigmoid_product_
-from headrace.ops.linear import linear
 from headrace.ops.paged_attention import write_kv
 from headrace.ops.rms_norm import rms_norm
 from headrace.ops.rotary import rotate_
@@ -78,7 +77,7 @@ def gated_attention(
     num_heads = weights.head_scale.shape[0] - num_kv_heads
     q_cols, kv_cols = num_heads * head_dim, num_kv_heads * head_dim
     projected = product(x, weights.in_proj, step.kernels)
-    if step.kernels == "triton":
+    if step.kernels != "torch":
         query = attention_inputs(
             projected,
             weights.head_scale,
@@ -98,4 +97,4 @@ def gated_attention(
     query, key = rotated.split_with_sizes((num_heads, num_kv_heads), 1)
     write_kv(k_pool, v_pool, key, value.view(-1, num_kv_heads, head_dim), step.slots)
     out = attend(query, k_pool, v_pool, step.plan)
-    return linear(out.view(-1, q_cols).mul_(sigmoid(gate)), weights.out_proj)
+    return product(out.view(-1, q_cols).mul_(sigmoid(gate)), weights.out_proj, step.kernels)

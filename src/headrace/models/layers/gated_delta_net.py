@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from headrace.models.batch import ReplayMetadata
 from headrace.models.layers.product import product
+from headrace.models.layers.recomputed import RUN, RecomputedStates
 from headrace.models.layers.recurrence import convolved_group, recur
 from headrace.models.layers.split_plan import SplitPlan
 from headrace.models.layers.windowed_conv import ConvPools, ConvWeights, windowed_conv
@@ -233,7 +234,7 @@ def gated_delta_net(
     Returns:
         [T, C].
     """
-    kernels: Kernels = "triton" if isinstance(plan, SplitPlan) else "torch"
+    kernels: Kernels = plan.kernels if isinstance(plan, SplitPlan) else "torch"
     projected = product(x, weights.in_proj, kernels)
     if isinstance(plan, SplitPlan):
         mixed = _mix_split(projected, weights, sizes, cache, index, plan)
@@ -252,30 +253,63 @@ def _mix_split(
 ) -> Tensor:
     """Run the mixer between its projections, in kernels where there are some, [T, HV*V]."""
     assert sizes.max_rate == 1.0, f"the kernels' rates are sigmoids, not up to {sizes.max_rate}"
-    given = (
-        *_split(projected, sizes),
-        _mixer_weights(weights, sizes),
-        cache.state["window"][index],
-        cache.state["recurrent"][index],
-    )
+    is_fixed = plan.kernels == "fixed"
+    inputs = (*_split(projected, sizes), _mixer_weights(weights, sizes))
+    pools = (cache.state["window"][index], cache.state["recurrent"][index])
     if plan.generating is not None:
         rows = plan.generating
         gated_delta_decode(
-            *given,
+            *inputs,
+            *pools,
             rows.token_index,
             rows.query_lens,
             rows.states,
             plan.out,
             ring=_ring(cache, index, rows.states),
+            is_fixed=is_fixed,
         )
     if plan.prompts is not None:
-        gated_delta_prefill(*given, plan.prompts, plan.out)
+        gated_delta_prefill(*inputs, *pools, plan.prompts, plan.out, is_fixed=is_fixed)
+    if plan.recomputed is not None:
+        _mix_again(inputs, pools, plan.recomputed, plan.out)
     if plan.others is not None:
         others = plan.others
         own = projected.index_select(0, others.tokens)
         mixed = _mix(own, weights, sizes, cache, index, others.plan)
         plan.out.index_copy_(0, others.tokens, mixed)
     return plan.out
+
+
+def _mix_again(
+    inputs: tuple[Tensor, Tensor, Tensor, MixerWeights],
+    pools: tuple[Tensor, Tensor],
+    rows: RecomputedStates,
+    out: Tensor,
+) -> None:
+    """Run generated tokens once more through the kernel that computed them first.
+
+    Args:
+        inputs: Conv inputs, output gate and logits of the gates of all tokens; the weights.
+        pools: Windows and states; overwritten at the rows' targets.
+        rows: The rows.
+        out: [T, HV*V]; overwritten at the rows' tokens.
+    """
+    carried = inputs[3].conv.shape[0] - 1
+    # With the entries before a run's last token, a window keeps those of its other tokens.
+    windows = pools[0].new_zeros(rows.num_rows + 1, carried + RUN - 1, pools[0].shape[2])
+    states = pools[1].new_zeros(rows.num_rows + 1, *pools[1].shape[1:])
+    own = windows[:, :carried]
+    own.index_copy_(0, rows.sourced, pools[0][:, :carried].index_select(0, rows.sources))
+    states.index_copy_(0, rows.sourced, pools[1].index_select(0, rows.sources))
+    for run in rows.runs:
+        gated_delta_decode(
+            *inputs, windows, states, run.token_index, run.query_lens, run.states, out,
+            is_fixed=True,
+        )  # fmt: skip
+    entry = rows.last_run[:, None] - 1 + torch.arange(carried, device=out.device)
+    last = windows[1:].gather(1, entry[..., None].expand(-1, -1, windows.shape[2]))
+    pools[0][:, :carried].index_copy_(0, rows.targets, last)
+    pools[1].index_copy_(0, rows.targets, states[1:])
 
 
 def _mixer_weights(weights: DeltaWeights, sizes: DeltaSizes) -> MixerWeights:

@@ -25,7 +25,7 @@ _ACTIVATIONS = {"silu_mul": silu_mul, "gelu_mul": gelu_mul, "relu2": relu2}
 
 def activation(name: Activation, kernels: Kernels) -> Callable[[Tensor], Tensor]:
     """Return what computes an activation; without a kernel for it, PyTorch operations."""
-    if kernels == "triton" and name == "silu_mul":
+    if kernels != "torch" and name == "silu_mul":
         return silu_product
     return _ACTIVATIONS[name]
 

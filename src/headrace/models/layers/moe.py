@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from headrace.models.layers.mlp import Activation, MlpWeights, activation, mlp
+from headrace.models.layers.product import product
 from headrace.ops.activations import sigmoid
 from headrace.ops.grouped_experts import grouped_experts
 from headrace.ops.linear import linear
@@ -120,8 +121,8 @@ def feed_forward(
     """
     if isinstance(weights, MlpWeights):
         return mlp(x, weights, kernels)
-    if kernels == "triton":
-        return _fused(x, weights, slots)
+    if kernels != "torch":
+        return _fused(x, weights, kernels, slots)
     chosen, factors = _route(x, weights)
     inputs = x if weights.latent is None else linear(x, weights.latent[0])
     activate = activation(weights.activation, kernels)
@@ -136,24 +137,30 @@ def feed_forward(
     return out + shared
 
 
-def _fused(x: Tensor, weights: MoeWeights, slots: Tensor | None) -> Tensor:
+def _fused(x: Tensor, weights: MoeWeights, kernels: Kernels, slots: Tensor | None) -> Tensor:
     """Run a mixture by kernels, [T, C]."""
-    shared = None if weights.shared is None else mlp(x, weights.shared, "triton")
-    routes = _fused_routes(x, weights, slots)
+    shared = None if weights.shared is None else mlp(x, weights.shared, kernels)
+    routes = _fused_routes(x, weights, kernels, slots)
     experts = weights.gate_up, weights.down, routes
     if weights.latent is None:
-        return routed_experts(x, *experts, shared=shared, activation=weights.activation)
+        return routed_experts(
+            x, *experts, shared=shared, activation=weights.activation, is_fixed=kernels == "fixed"
+        )
+    assert kernels == "triton", "experts of a width of their own have no fixed products"
     # The shared MLP has the model's width: it cannot be added before the projection.
     into, out_of = weights.latent
     out = linear(routed_experts(linear(x, into), *experts, activation=weights.activation), out_of)
     return out if shared is None else out.add_(shared * routes.factors[:, -1:].to(x.dtype))
 
 
-def _fused_routes(x: Tensor, weights: MoeWeights, slots: Tensor | None) -> Routes:
+def _fused_routes(
+    x: Tensor, weights: MoeWeights, kernels: Kernels, slots: Tensor | None
+) -> Routes:
     """Choose each token's experts; none for tokens of padding."""
     routing, gate = weights.routing, weights.shared_gate
     if routing.num_chosen_groups < routing.num_groups:
         # No kernel chooses groups; such routers are small.
+        assert kernels == "triton", "PyTorch's reductions choose their order by the number of rows"
         assert gate is None, "no family has groups of experts and a gate of the shared one"
         chosen, factors = _route(x, weights)
         if slots is not None:
@@ -161,7 +168,7 @@ def _fused_routes(x: Tensor, weights: MoeWeights, slots: Tensor | None) -> Route
         ones = torch.ones_like(factors[:, :1])
         return Routes(experts=chosen.int(), factors=torch.cat((factors, ones), -1))
     return route_tokens(
-        linear(x.to(weights.router.dtype), weights.router),
+        product(x.to(weights.router.dtype), weights.router, kernels),
         weights.num_chosen,
         routing,
         choice_bias=weights.choice_bias,

@@ -1,4 +1,4 @@
-"""Products of a step with a layer's weights, by a library or for few rows by a kernel."""
+"""Products of a step with a layer's weights, by a library or by a kernel."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace.ops.few_rows_linear import few_rows_linear
+from headrace.ops.fixed_linear import fixed_linear
 from headrace.ops.linear import linear
 
 if TYPE_CHECKING:
@@ -22,17 +23,25 @@ been measured, the library has them.
 """
 
 
-def product(x: Tensor, weight: Tensor, kernels: Kernels) -> Tensor:
+def product(
+    x: Tensor, weight: Tensor, kernels: Kernels, *, out: Tensor | None = None
+) -> Tensor:
     """Multiply each row with a weight matrix.
 
     Args:
         x: Rows, [T, C]; on the CPU T is a multiple of ROW_TILE.
         weight: [O, C], the dtype of x.
-        kernels: What computes the step; with "triton" few rows of bfloat16 may go through a kernel.
+        kernels: What computes the step; with "triton" few rows of bfloat16 may go through a kernel,
+            with "fixed" all rows go through one whose bits do not depend on their number.
+        out: Where the product goes, [T or more, O], the dtype of x; made if it is not given. A
+            library or the fixed kernel fills it.
 
     Returns:
-        x @ weight^T, [T, O].
+        x @ weight^T, [T, O]: the first rows of out, if that is given.
     """
-    if kernels == "triton" and x.shape[0] <= FEW_ROWS and x.dtype == torch.bfloat16:
+    if kernels == "fixed":
+        return fixed_linear(x, weight, out=out)
+    is_few = x.shape[0] <= FEW_ROWS and x.dtype == torch.bfloat16
+    if kernels == "triton" and is_few and out is None:
         return few_rows_linear(x, weight)
-    return linear(x, weight)
+    return linear(x, weight, out=out)

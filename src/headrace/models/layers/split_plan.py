@@ -2,7 +2,8 @@
 
 Generating rows have a kernel, and prompts in some families. Generated tokens that are computed
 again after a preemption are few steps of many tokens; those go through PyTorch operations, and so
-do prompts of the other families.
+do prompts of the other families. With kernels "fixed" such tokens go through the kernel of
+generating rows again.
 """
 
 from __future__ import annotations
@@ -12,6 +13,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from headrace.models.layers.recomputed import (
+    filled_up,
+    plan_recomputed_states,
+    recomputed_rows,
+)
 from headrace.models.layers.state_plan import plan_states
 
 if TYPE_CHECKING:
@@ -25,6 +31,7 @@ if TYPE_CHECKING:
         StateCache,
         StepBatch,
     )
+    from headrace.models.layers.recomputed import RecomputedStates
     from headrace.models.layers.state_plan import StatePlan
     from headrace.models.model import HybridModel
     from headrace.ops.gated_delta_prefill import PrefillRows
@@ -63,22 +70,26 @@ class SplitPlan:
     """One step's indices of one state group.
 
     Attributes:
+        kernels: What computes the step; not "torch".
         generating: Rows of the kernel for generated tokens, or None.
         prompts: Rows of the kernel for prompts, or None.
         others: Rows without a kernel, or None.
+        recomputed: Rows of generated tokens that must have the bits of the first time, or None.
         out: What each layer of the group in turn writes its real tokens' outputs to, [T, O]. Made
             once a step, as zeros: those of padding stay.
     """
 
+    kernels: Kernels
     generating: GeneratingRows | None
     prompts: PrefillRows | None
     others: OtherRows | None
+    recomputed: RecomputedStates | None
     out: Tensor
 
 
 def lists_prompts(model: HybridModel, kernels: Kernels) -> bool:
     """Return whether a model takes `StepBatch.prompts`: whether a group's prompts have a kernel."""
-    return kernels == "triton" and any(
+    return kernels != "torch" and any(
         group.kind == "gated_delta_net" for group in model.state_groups(0)
     )
 
@@ -98,13 +109,17 @@ def plan_split(
     Returns:
         The plan.
     """
-    again = tuple(row for row in batch.known if row.path == "step")
+    again, recomputed = recomputed_rows(batch), None
     has_prompts = len(again) < len(batch.known)
     assert bool(batch.prompts) == has_prompts, f"{len(batch.known)} known rows, no list of prompts"
+    if batch.kernels == "fixed":
+        again, recomputed = (), plan_recomputed_states(batch, group)
     return SplitPlan(
+        kernels=batch.kernels,
         generating=_plan_generating(batch, group),
         prompts=batch.prompts[group] if has_prompts else None,
         others=_plan_others(batch, again, group, cache, conv_kernel) if again else None,
+        recomputed=recomputed,
         out=out,
     )
 
@@ -117,10 +132,13 @@ def plan_generating_split(
     The arguments are those of `plan_split`.
     """
     known = batch.known
+    assert batch.kernels == "triton", "PyTorch's operations on prompts follow the step's rows"
     return SplitPlan(
+        kernels=batch.kernels,
         generating=_plan_generating(batch, group),
         prompts=None,
         others=_plan_others(batch, known, group, cache, conv_kernel) if known else None,
+        recomputed=None,
         out=out,
     )
 
@@ -129,8 +147,9 @@ def _plan_generating(batch: StepBatch, group: int) -> GeneratingRows | None:
     rows = batch.verify
     if rows is None:
         return None
+    index = filled_up(rows).token_index if batch.kernels == "fixed" else rows.token_index
     return GeneratingRows(
-        token_index=rows.token_index, query_lens=rows.query_lens, states=rows.states[group]
+        token_index=index, query_lens=rows.query_lens, states=rows.states[group]
     )
 
 

@@ -27,10 +27,11 @@ def fixed_linear(x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Ten
     Args:
         x: Rows, [T, C] f32 or bf16; rows may be strided.
         weight: [O, C], the dtype of x; rows may be strided.
-        out: Where they go, [T, O], the dtype of x; rows may be strided. Made if it is not given.
+        out: Where the product goes, [T or more, O], the dtype of x; rows may be strided. Made if it
+            is not given.
 
     Returns:
-        x @ weight^T, [T, O]: out, if it is given. Sums are float32.
+        x @ weight^T, [T, O]: the first rows of out, if that is given. Sums are float32.
 
     Raises:
         ValueError: Shapes, strides or dtypes that do not fit.
@@ -41,7 +42,8 @@ def fixed_linear(x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Ten
         raise ValueError(msg)
     if out is None:
         out = x.new_empty(rows, weight.shape[0])
-    elif out.shape != (rows, weight.shape[0]):
+    out = out[:rows]
+    if out.shape != (rows, weight.shape[0]):
         msg = f"out has shape {tuple(out.shape)} where the product has {rows, weight.shape[0]}"
         raise ValueError(msg)
     for name, tensor in (("x", x), ("weight", weight), ("out", out)):

@@ -19,6 +19,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from headrace.ops.gated_delta_decode import reference
 from headrace.ops.gated_delta_decode.rows import ColumnsRows, MixerWeights, ReplayRows, Ring
 from headrace.rt.kernels import can_launch
@@ -42,6 +44,7 @@ def gated_delta_decode(
     out: Tensor,
     *,
     ring: Ring | None = None,
+    is_fixed: bool = False,
 ) -> None:
     """Run the mixer of one layer over the generating rows of a step.
 
@@ -57,19 +60,27 @@ def gated_delta_decode(
         rows: Where the rows' states are.
         out: [T, HV*V]; overwritten at the rows' tokens.
         ring: The ring's pools; None in the columns scheme.
+        is_fixed: Launch the same code for any number of rows, and leave no rounding to the
+            compiler: both schemes then give the same bits. States must be float32.
 
     Raises:
-        ValueError: Sizes that do not fit each other.
+        ValueError: Sizes that do not fit each other, or states that cannot be fixed.
 
     Source: Gated Delta Networks, arXiv:2412.06464.
     """
     check_mixer(inputs, gate, logits, weights, window, state, ring)
+    if is_fixed and state.dtype != torch.float32:
+        msg = f"states are {state.dtype}, whose bits depend on when they are stored; use float32"
+        raise ValueError(msg)
     run = reference.gated_delta_decode
     if can_launch(inputs):
         from headrace.ops.gated_delta_decode import fused  # noqa: PLC0415  needs Triton
 
         run = fused.gated_delta_decode
-    run(inputs, gate, logits, weights, window, state, token_index, query_lens, rows, out, ring=ring)
+    run(
+        inputs, gate, logits, weights, window, state, token_index, query_lens, rows, out,
+        ring=ring, is_fixed=is_fixed,
+    )  # fmt: skip
 
 
 def check_mixer(

@@ -55,6 +55,7 @@ def gated_delta_decode(
     out: Tensor,
     *,
     ring: Ring | None = None,
+    is_fixed: bool = False,
 ) -> None:
     """Decode or verify; see the package."""
     if ring is not None and state.dtype == torch.bfloat16:
@@ -107,7 +108,7 @@ def gated_delta_decode(
     )
     value_rows = min(ROWS, v_dim)
     n = token_index.shape[0]
-    is_split = n * hk < MIN_PROGRAMS
+    is_split = is_fixed or n * hk < MIN_PROGRAMS
 
     def launch(phase: int, *grid: int) -> None:
         launch_kernel(
@@ -127,6 +128,7 @@ def gated_delta_decode(
             INTERVAL=1 if ring is None else ring.interval,
             IS_REPLAY=ring is not None,
             PHASE=phase,
+            enable_fp_fusion=not is_fixed,
             num_warps=NUM_WARPS,
         )
 

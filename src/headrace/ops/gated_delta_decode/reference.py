@@ -26,6 +26,7 @@ def gated_delta_decode(
     out: Tensor,
     *,
     ring: Ring | None = None,
+    is_fixed: bool = False,  # noqa: ARG001  tokens go one by one
 ) -> None:
     """Decode or verify; see the package."""
     for n in range(token_index.shape[0]):

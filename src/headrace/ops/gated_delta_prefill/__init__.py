@@ -50,6 +50,8 @@ def gated_delta_prefill(
     state: Tensor,
     rows: PrefillRows,
     out: Tensor,
+    *,
+    is_fixed: bool = False,
 ) -> None:
     """Run the mixer of one layer over the prompt rows of a step.
 
@@ -63,6 +65,7 @@ def gated_delta_prefill(
             on a GPU at least 16.
         rows: The prompt rows.
         out: [T, HV*V]; overwritten at the rows' tokens.
+        is_fixed: Launch the same code for any number of rows.
 
     Raises:
         ValueError: Sizes that do not fit each other.
@@ -75,4 +78,4 @@ def gated_delta_prefill(
         from headrace.ops.gated_delta_prefill import fused  # noqa: PLC0415  needs Triton
 
         run = fused.gated_delta_prefill
-    run(inputs, gate, logits, weights, window, state, rows, out)
+    run(inputs, gate, logits, weights, window, state, rows, out, is_fixed=is_fixed)

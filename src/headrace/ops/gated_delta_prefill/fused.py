@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -50,9 +50,12 @@ def gated_delta_prefill(
     state: Tensor,
     rows: PrefillRows,
     out: Tensor,
+    *,
+    is_fixed: bool = False,
 ) -> None:
     """Run prompts; see the package."""
-    Launches.of(inputs, gate, logits, weights, window, state, rows, out).run()
+    launches = Launches.of(inputs, gate, logits, weights, window, state, rows, out)
+    (replace(launches, is_fixed=True) if is_fixed else launches).run()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -63,6 +66,7 @@ class Launches:
         mixed: Queries, keys and values after convolution, [T, F].
         gates: Rates, then sums of log decays from a piece's first token on, [2*HV, T] f32.
         inverse, attention: Of the tokens of a piece with each other, [T, HV, piece].
+        is_fixed: Whether the same code runs for any number of rows.
     """
 
     given: tuple[Tensor, Tensor, Tensor]
@@ -75,6 +79,7 @@ class Launches:
     gates: Tensor
     inverse: Tensor
     attention: Tensor
+    is_fixed: bool = False
 
     @classmethod
     def of(
@@ -188,7 +193,7 @@ class Launches:
         num_rows = self.rows.rows.shape[0]
         is_half = self.mixed.dtype == torch.bfloat16
         values = min(VALUES if is_half else FLOAT_VALUES, v_dim)
-        is_alone = num_rows * hv * (v_dim // values) <= ALONE
+        is_alone = not self.is_fixed and num_rows * hv * (v_dim // values) <= ALONE
         launch_kernel(
             prefill_along_kernel,
             (num_rows, hv, v_dim // values),

@@ -24,6 +24,8 @@ def gated_delta_prefill(
     state: Tensor,
     rows: PrefillRows,
     out: Tensor,
+    *,
+    is_fixed: bool = False,  # noqa: ARG001  tokens go one by one
 ) -> None:
     """Run prompts; see the package."""
     carried = weights.conv.shape[0] - 1

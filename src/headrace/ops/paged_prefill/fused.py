@@ -52,6 +52,8 @@ def paged_prefill(
             KEYS=sizes.keys,
             FIELDS=FIELDS,
             WIDE=query.device.type == "cpu",
+            # Runs of keys with and without a mask are code of their own: nothing is left to it.
+            enable_fp_fusion=not tiles.layout.is_fixed,
             num_warps=sizes.num_warps,
             num_stages=sizes.num_stages,
         )

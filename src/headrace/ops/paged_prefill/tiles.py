@@ -91,11 +91,13 @@ class TileLayout:
         sizes: Of a program.
         num_whole: Tiles that one program takes whole.
         rounds: Numbers of (parts, split tiles).
+        is_fixed: As the tiling's.
     """
 
     sizes: TileSizes
     num_whole: int
     rounds: tuple[tuple[int, int], ...]
+    is_fixed: bool = False
 
     @property
     def num_records(self) -> int:
@@ -127,6 +129,7 @@ class Tiling:
         num_kv_heads: G.
         head_dim: D.
         sizes: Of a program.
+        is_fixed: No row is split, so that a token's bits do not depend on where its chunk begins.
 
     Raises:
         ValueError: A token's heads do not fit into a tile.
@@ -136,6 +139,7 @@ class Tiling:
     num_kv_heads: int
     head_dim: int
     sizes: TileSizes
+    is_fixed: bool = False
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
@@ -183,7 +187,12 @@ class Tiling:
                 split.extend(self._parts_of(tile, num_splits, tiles[0, 5]) for tile in tiles)
         rounds, records = self._rounds(split)
         none = np.zeros((0, FIELDS), dtype=np.int32)
-        layout = TileLayout(sizes=self.sizes, num_whole=sum(map(len, whole)), rounds=rounds)
+        layout = TileLayout(
+            sizes=self.sizes,
+            num_whole=sum(map(len, whole)),
+            rounds=rounds,
+            is_fixed=self.is_fixed,
+        )
         return layout, np.concatenate((none, *whole, *records))
 
     def _tiles_of(self, span: Span) -> np.ndarray:
@@ -201,6 +210,8 @@ class Tiling:
         return max(1, _PROGRAMS // (num_tiles * self.num_kv_heads))
 
     def _num_splits(self, span: Span, num_tiles: int) -> int:
+        if self.is_fixed:
+            return 1
         most = max(1, (span.start + span.length) // _SPLIT_KEYS)
         return min(self._wanted(num_tiles), most)
 
@@ -237,11 +248,19 @@ class Tiling:
         return tuple(rounds), records
 
 
-def tiling(num_heads: int, num_kv_heads: int, head_dim: int, element_size: int) -> Tiling:
+def tiling(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    element_size: int,
+    *,
+    is_fixed: bool = False,
+) -> Tiling:
     """Return the tiling for heads of a model; raises ValueError as `Tiling`."""
     return Tiling(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         sizes=tile_sizes(head_dim, element_size),
+        is_fixed=is_fixed,
     )

@@ -14,7 +14,8 @@ have no expert: weights are not read for them.
 
 Every sum of products runs over the columns in one order, whatever the size of the tiles, and a
 token's rows are added in the order of its choice. So a token's bits do not depend on its batch
-mates, but where a tile's size is another a device may sum inside an instruction as it likes.
+mates, but where a tile's size is another a device may sum inside an instruction as it likes: with
+`is_fixed` there is one size.
 """
 
 from __future__ import annotations
@@ -127,6 +128,7 @@ def routed_experts(
     *,
     shared: Tensor | None = None,
     activation: str = "silu_mul",
+    is_fixed: bool = False,
 ) -> Tensor:
     """Send each token through its experts and add up their weighted outputs.
 
@@ -138,6 +140,7 @@ def routed_experts(
         routes: Where they go.
         shared: What the shared expert gives, [T, C]; None without.
         activation: One of `ACTIVATIONS`.
+        is_fixed: Cut products the same way for any number of tokens.
 
     Returns:
         [T, C], the dtype of x: sum over k of factor * down(activation(gate_up x)), plus the last
@@ -169,5 +172,5 @@ def routed_experts(
         from headrace.ops.routed_experts import fused  # noqa: PLC0415  needs Triton
 
         run = fused.routed_experts
-    run(x, gate_up, down, routes, shared, activation, out)
+    run(x, gate_up, down, routes, shared, activation, out, is_fixed=is_fixed)
     return out

@@ -57,6 +57,9 @@ PLAIN = TileShape(rows=16, columns=64, step=32, num_warps=4, num_stages=2)
 _SOME_PAIRS, _MANY_PAIRS = 24, 96
 """Pairs an expert, on average, from which larger tiles are taken."""
 
+FIXED_PAIRS = _SOME_PAIRS
+"""Pairs an expert for which products are cut where all batches must have the same tiles."""
+
 
 def tile_shape(num_pairs: int, num_experts: int, dtype: torch.dtype) -> TileShape:
     """Choose how products are cut by what the host knows."""
@@ -115,11 +118,14 @@ def routed_experts(
     shared: Tensor | None,
     activation: str,
     out: Tensor,
+    *,
+    is_fixed: bool = False,
 ) -> None:
     """Weighted sums of the experts' outputs; see the package."""
     num_experts, width, inner = down.shape
     tokens, k = routes.experts.shape
-    shape = tile_shape(tokens * k, num_experts, x.dtype)
+    num_pairs = FIXED_PAIRS * num_experts if is_fixed else tokens * k
+    shape = tile_shape(num_pairs, num_experts, x.dtype)
     pairs, tile_experts = sort_pairs(routes.experts, num_experts, shape.rows)
     hidden = x.new_empty(pairs.shape[0], inner)
     pair_out = x.new_empty(tokens * k, width)

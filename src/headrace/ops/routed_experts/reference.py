@@ -54,6 +54,8 @@ def routed_experts(
     shared: Tensor | None,
     activation: str,
     out: Tensor,
+    *,
+    is_fixed: bool = False,  # noqa: ARG001  tokens go one by one
 ) -> None:
     """Weighted sums of the experts' outputs; see the package."""
     for t, row in enumerate(x.float()):
