@@ -111,7 +111,7 @@ def serve(
             if drafts.startswith("scripted"):
                 truth = np.array(prompt + truths[index].tokens, dtype=np.int64)
                 most = int(drafts[-1]) + 1
-                keep = np.array([rng.randrange(-1, most) for _ in range(400)], dtype=np.int64)
+                keep = np.array([rng.randrange(-1, most) for _ in range(384)], dtype=np.int64)
                 engine.worker.scripts[request.sequences[0].seq_id] = (truth, keep)
         steps += 1
         if preempts and steps % 9 == 0 and engine.scheduler.running:
