@@ -197,8 +197,12 @@ CASES = (
     ("1 x 8192", 1, 8192, False),
     ("32 x 128 with states", 32, 128, True),
 )
-SWEEP: tuple[tuple[int, int, int], ...] = ((32, 2, 4), (32, 3, 4), (64, 2, 4))
-"""Values of a program along a row, stages of its loads, warps."""
+SWEEPS: dict[str, tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]] = {
+    "inputs": (("RUNS", "INPUT_WARPS"), ((8, 8), (8, 4), (4, 4), (4, 2))),
+    "within": (("HEADS", "WITHIN_WARPS"), ((1, 4), (1, 8), (2, 4))),
+    "along": (("STAGES", "STAGES_ALONE"), ((2, 2), (3, 3))),
+}
+"""Of a launch: constants of the operation, and values that they are given in turn."""
 SWEPT = ("2 x 4096", "1 x 8192")
 
 
@@ -237,7 +241,7 @@ def report(case: str, what: str, us: float, floor: float, **more: object) -> dic
 
 
 def bench_prefill(rate: float) -> list[dict[str, Any]]:
-    """Times of a layer, of its launches, and of tiles of the one that goes along rows."""
+    """Times of a layer, of its launches, and of launches with other sizes."""
     results = []
     for name, count, length, sources in CASES:
         launches = launches_of(count, length, sources=sources)
@@ -247,21 +251,20 @@ def bench_prefill(rate: float) -> list[dict[str, Any]]:
             us = time_us(getattr(launches, what))
             results.append(report(name, what, us, least[what] / rate * 1e6))
         if name in SWEPT:
-            results.extend(sweep(name, launches, least["along"] / rate * 1e6))
+            for what in SWEEPS:
+                results.extend(sweep(name, launches, what, least[what] / rate * 1e6))
     return results
 
 
-def sweep(name: str, launches: prefill.Launches, floor: float) -> list[dict[str, Any]]:
-    """The launch along rows with other tiles."""
+def sweep(name: str, launches: prefill.Launches, what: str, floor: float) -> list[dict[str, Any]]:
+    """One of the launches with other sizes."""
+    names, tried = SWEEPS[what]
+    defaults = [getattr(prefill, each) for each in names]
     results = []
-    names = "VALUES", "STAGES", "ALONG_WARPS", "STAGES_ALONE"
-    defaults = [getattr(prefill, name) for name in names]
-    for values, stages, warps in SWEEP:
-        _set(names, (values, stages, warps, stages))
-        sizes = f"{values}, {stages}, {warps}"
-        results.append(
-            report(name, "along", time_us(launches.along), floor, values_stages_warps=sizes)
-        )
+    for values in tried:
+        _set(names, values)
+        sizes = dict(zip(names, values, strict=True))
+        results.append(report(name, what, time_us(getattr(launches, what)), floor, sizes=sizes))
     _set(names, defaults)
     return results
 

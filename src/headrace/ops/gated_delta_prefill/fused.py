@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -22,8 +23,14 @@ if TYPE_CHECKING:
     from headrace.ops.gated_delta_decode.rows import MixerWeights
     from headrace.ops.gated_delta_prefill.rows import PrefillRows
 
+RUNS, INPUT_WARPS = 8, 8
+"""Runs of a piece's tokens that a program of the first launch convolves side by side."""
+
 TOKENS, NUM_WARPS = 32, 4
-"""Tokens that a program of the first and the last launch holds at a time."""
+"""Tokens that a program of the last launch holds at a time; warps of the other launches."""
+
+HEADS, WITHIN_WARPS = 1, 4
+"""Value heads of a program that computes what is within a piece, and its warps."""
 
 WINDOW_BLOCK = 1024
 """Channels of a program that writes a window."""
@@ -143,8 +150,8 @@ class Launches:
             **sizes,
             TAPS=weights.conv.shape[0],
             PIECE=_padded(self.rows),
-            TOKENS=min(TOKENS, _padded(self.rows)),
-            num_warps=NUM_WARPS,
+            RUNS=min(RUNS, _padded(self.rows)),
+            num_warps=INPUT_WARPS,
         )
 
     def windows(self) -> None:
@@ -171,9 +178,10 @@ class Launches:
     def within(self) -> None:
         """Inverse and attention of every piece."""
         sizes = self._sizes()
+        heads = math.gcd(HEADS, sizes["GROUP"])
         launch_kernel(
             prefill_within_kernel,
-            (self.rows.pieces.shape[0], sizes["HK"]),
+            (self.rows.pieces.shape[0], sizes["HK"] * sizes["GROUP"] // heads),
             self.mixed,
             self.gates,
             self.rows.pieces,
@@ -181,10 +189,11 @@ class Launches:
             self.attention,
             self.gates.stride(0),
             **sizes,
+            HEADS=heads,
             PIECE=_padded(self.rows),
             PRECISION=self._precision(),
             IS_INTERPRETED=is_interpreted(),
-            num_warps=NUM_WARPS,
+            num_warps=WITHIN_WARPS,
         )
 
     def along(self) -> None:

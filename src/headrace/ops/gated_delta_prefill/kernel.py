@@ -4,7 +4,7 @@ Sums over a token's neighbours run in one order, wherever the neighbours come fr
 the same bits whole or cut at the grid, as far as this file goes.
 """
 
-# ruff: noqa: ANN201
+# ruff: noqa: ANN201, RUF005  (Triton has no unpacking)
 
 from __future__ import annotations
 
@@ -13,33 +13,80 @@ import triton.language as tl
 
 
 @triton.jit
+def _inputs(own_ptr, old_ptr, at, is_token, channel, has_old, stride, F: tl.constexpr):
+    """Inputs of a row at places `at`, before 0 those of its old window, [runs, channels] f32.
+
+    `own_ptr` is where place 0 is, `old_ptr` where it would be behind the old window; that is read
+    only where has_old is not 0.
+    """
+    own = own_ptr + at[:, None] * stride + channel[None, :]
+    x = tl.load(own, mask=((at >= 0) & is_token)[:, None], other=0.0).to(tl.float32)
+    if has_old > 0:
+        old = old_ptr + at[:, None] * F + channel[None, :]
+        x += tl.load(old, mask=((at < 0) & is_token)[:, None], other=0.0).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _nothing():
+    """Return a tuple that grows: its type is not that of an empty one."""
+    return ()
+
+
+@triton.jit
 def _convolve(
     inputs_ptr,
     conv_ptr,
     window_ptr,
-    first,
-    place,
-    is_token,
+    mixed_ptr,
+    scale_ptr,
+    before,
+    length,
     channel,
     has_old,
     inputs_stride,
     F: tl.constexpr,
     TAPS: tl.constexpr,
+    PIECE: tl.constexpr,
+    RUNS: tl.constexpr,
+    IS_UNIT: tl.constexpr,
 ):
-    """Convolution and SiLU of a row's tokens at `place`, [tokens, channels] f32.
+    """Convolution, SiLU and, if IS_UNIT, unit length of some channels of a piece's tokens.
 
-    `window_ptr` is where the row's old window begins; it is read only where has_old is not 0.
+    The piece is cut into runs that are done side by side, token after token: an input is loaded
+    once for its run and stays in registers for as many tokens as there are taps.
+
+    `inputs_ptr` is where the row's first token is, with `before` tokens between it and the piece;
+    `window_ptr` is where it would be behind its old window, which counts where has_old is not 0;
+    the piece's first token goes to `mixed_ptr`. Lengths are scaled by what lies at `scale_ptr`.
     """
-    total = tl.zeros([place.shape[0], channel.shape[0]], tl.float32)
+    TOKENS: tl.constexpr = PIECE // RUNS
+    start = tl.arange(0, RUNS) * TOKENS
+    taps = _nothing()
     for w in tl.static_range(TAPS):
-        at = place + (w - (TAPS - 1))
-        own = inputs_ptr + (first + at)[:, None] * inputs_stride + channel[None, :]
-        x = tl.load(own, mask=((at >= 0) & is_token)[:, None], other=0.0).to(tl.float32)
-        if has_old > 0:
-            old = window_ptr + (at + (TAPS - 1))[:, None] * F + channel[None, :]
-            x += tl.load(old, mask=((at < 0) & is_token)[:, None], other=0.0).to(tl.float32)
-        total += x * tl.load(conv_ptr + w * F + channel).to(tl.float32)[None, :]
-    return total / (1.0 + tl.exp(-total))
+        taps = taps + (tl.load(conv_ptr + w * F + channel).to(tl.float32)[None, :],)
+    held = _nothing()
+    for w in tl.static_range(TAPS - 1):
+        t = start + (w - (TAPS - 1))
+        held = held + (
+            _inputs(
+                inputs_ptr, window_ptr, before + t, t < length, channel, has_old, inputs_stride, F
+            ),
+        )
+    scale = tl.load(scale_ptr)
+    for i in tl.static_range(TOKENS):
+        t = start + i
+        is_token = (t < length)[:, None]
+        own = inputs_ptr + (before + t)[:, None] * inputs_stride + channel[None, :]
+        held = held + (tl.load(own, mask=is_token, other=0.0).to(tl.float32),)
+        x = held[i] * taps[0]
+        for w in tl.static_range(1, TAPS):
+            x += held[i + w] * taps[w]
+        x = x / (1.0 + tl.exp(-x))
+        if IS_UNIT:
+            x = x * (tl.rsqrt(tl.sum(x * x, 1) + 1e-6) * scale)[:, None]
+        mixed = mixed_ptr + t[:, None] * F + channel[None, :]
+        tl.store(mixed, x.to(mixed_ptr.dtype.element_ty), mask=is_token)
 
 
 @triton.jit
@@ -65,7 +112,7 @@ def prefill_inputs_kernel(
     V: tl.constexpr,
     TAPS: tl.constexpr,
     PIECE: tl.constexpr,
-    TOKENS: tl.constexpr,
+    RUNS: tl.constexpr,
 ):
     """Queries, keys and values of a piece, and its gates: a program for each head of each kind.
 
@@ -81,29 +128,22 @@ def prefill_inputs_kernel(
     first = tl.load(row).to(tl.int64)
     source = tl.load(row + 3).to(tl.int64)
     before = begin - first  # tokens of the row before the piece
-    old_window = window_ptr + source * window_stride
-    for part in tl.static_range(PIECE // TOKENS):
-        t = part * TOKENS + tl.arange(0, TOKENS)
-        is_token = t < length
-        has_old = tl.where(before + part * TOKENS < TAPS - 1, source, 0)
-        if h < 2 * HK:
-            channel = h * K + tl.arange(0, K)
-            x = _convolve(
-                inputs_ptr, conv_ptr, old_window, first, before + t, is_token, channel, has_old,
-                inputs_stride, F, TAPS,
-            )  # fmt: skip
-            scale = tl.load(unit_scale_ptr + h)
-            x = x * (tl.rsqrt(tl.sum(x * x, 1) + 1e-6) * scale)[:, None]
-            mixed = mixed_ptr + (begin + t)[:, None] * F + channel[None, :]
-            tl.store(mixed, x.to(mixed_ptr.dtype.element_ty), mask=is_token[:, None])
-        else:
-            channel_v = 2 * HK * K + (h - 2 * HK) * V + tl.arange(0, V)
-            x_v = _convolve(
-                inputs_ptr, conv_ptr, old_window, first, before + t, is_token, channel_v, has_old,
-                inputs_stride, F, TAPS,
-            )  # fmt: skip
-            mixed_v = mixed_ptr + (begin + t)[:, None] * F + channel_v[None, :]
-            tl.store(mixed_v, x_v.to(mixed_ptr.dtype.element_ty), mask=is_token[:, None])
+    row_inputs = inputs_ptr + first * inputs_stride
+    old_window = window_ptr + source * window_stride + (TAPS - 1) * F
+    mixed = mixed_ptr + begin * F
+    has_old = tl.where(before < TAPS - 1, source, 0)
+    if h < 2 * HK:
+        channel = h * K + tl.arange(0, K)
+        _convolve(
+            row_inputs, conv_ptr, old_window, mixed, unit_scale_ptr + h, before, length, channel,
+            has_old, inputs_stride, F, TAPS, PIECE, RUNS, IS_UNIT=True,
+        )  # fmt: skip
+    else:
+        channel_v = 2 * HK * K + (h - 2 * HK) * V + tl.arange(0, V)
+        _convolve(
+            row_inputs, conv_ptr, old_window, mixed, unit_scale_ptr, before, length, channel_v,
+            has_old, inputs_stride, F, TAPS, PIECE, RUNS, IS_UNIT=False,
+        )  # fmt: skip
     if h >= 2 * HK:
         head = h - 2 * HK
         s = tl.arange(0, PIECE)

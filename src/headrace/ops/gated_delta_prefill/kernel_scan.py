@@ -29,40 +29,47 @@ def _product(a, b, PRECISION: tl.constexpr, IS_INTERPRETED: tl.constexpr):
 
 
 @triton.jit
+def _is_between(r, SIZE: tl.constexpr):
+    """Where a matrix lies between the two blocks of a pair of blocks of SIZE on the diagonal."""
+    is_pair = (r[:, None] // (2 * SIZE)) == (r[None, :] // (2 * SIZE))
+    return is_pair & ((r[:, None] // SIZE) > (r[None, :] // SIZE))
+
+
+@triton.jit
 def _join(x, whole, r, SIZE: tl.constexpr, PRECISION: tl.constexpr):
     """Inverses of blocks of twice the size from those of SIZE on the diagonal."""
-    is_pair = (r[:, None] // (2 * SIZE)) == (r[None, :] // (2 * SIZE))
-    is_between = is_pair & ((r[:, None] // SIZE) > (r[None, :] // SIZE))
-    between = tl.where(is_between, whole, 0.0)
+    between = tl.where(_is_between(r, SIZE), whole, 0.0)
     between = tl.dot(x, between, input_precision=PRECISION)
     return x - tl.dot(between, x, input_precision=PRECISION)
 
 
 @triton.jit
 def _inverse(lower, PIECE: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + A)^-1 of A strictly lower, [PIECE, PIECE] f32, given as its transpose.
+    """(I + A)^-1 of A strictly lower, [PIECE, PIECE] f32.
 
-    Blocks of 16 on the diagonal row by row, which errs no more than it must however alike the keys
-    are; then blocks of twice the size from pairs of blocks: X - X B X, with B between the pair.
+    From the diagonal on, blocks of twice the size from pairs of blocks: X - X B X, with B between
+    the pair. Only inverses are multiplied, so it errs no more than it must however alike the keys
+    are. Up to 16 that is done in the blocks on the diagonal alone.
     """
     BLOCKS: tl.constexpr = PIECE // 16
-    r = tl.arange(0, PIECE)
     i = tl.arange(0, 16)
+    r = tl.arange(0, PIECE)
     is_block = (r[:, None] // 16) == (r[None, :] // 16)
     own = tl.reshape(tl.where(is_block, lower, 0.0), (BLOCKS, 16, BLOCKS, 16))
-    own = tl.sum(own, 2)  # [BLOCKS, 16, 16], still transposed: row n of A is a column here
-    x = tl.where(i[None, :, None] == i[None, None, :], 1.0, tl.zeros_like(own))
-    for n in range(1, 16):
-        row = tl.sum(tl.where(i[None, None, :] == n, own, 0.0), 2, keep_dims=True)
-        known = tl.sum(row * x, 1, keep_dims=True)
-        x = tl.where(i[None, :, None] == n, x - known, x)
+    own = tl.sum(own, 2)  # [BLOCKS, 16, 16]
+    x = tl.where((i[:, None] == i[None, :])[None, :, :], 1.0, tl.zeros_like(own))
+    # Of blocks of one token the inverses are 1.
+    x -= tl.where(_is_between(i, 1)[None, :, :], own, 0.0)
+    for n in tl.static_range(1, 4):
+        between = tl.where(_is_between(i, 1 << n)[None, :, :], own, 0.0)
+        between = tl.dot(x, between, input_precision=PRECISION)
+        x -= tl.dot(between, x, input_precision=PRECISION)
     x = tl.broadcast_to(x[:, :, None, :], (BLOCKS, 16, BLOCKS, 16))
     x = tl.where(is_block, tl.reshape(x, (PIECE, PIECE)), 0.0)
-    whole = tl.trans(lower)
     if PIECE > 16:
-        x = _join(x, whole, r, 16, PRECISION)
+        x = _join(x, lower, r, 16, PRECISION)
     if PIECE > 32:
-        x = _join(x, whole, r, 32, PRECISION)
+        x = _join(x, lower, r, 32, PRECISION)
     return x
 
 
@@ -78,41 +85,41 @@ def prefill_within_kernel(
     GROUP: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
+    HEADS: tl.constexpr,
     PIECE: tl.constexpr,
     PRECISION: tl.constexpr,
     IS_INTERPRETED: tl.constexpr,
 ):
-    """(I + A)^-1 and M of a piece and the value heads of a key head, each [T, HV, PIECE]."""
+    """(I + A)^-1 and M of a piece and HEADS value heads of one key head, each [T, HV, PIECE]."""
     HV: tl.constexpr = HK * GROUP
     F: tl.constexpr = 2 * HK * K + HV * V
     piece = pieces_ptr + tl.program_id(0) * 4
-    h = tl.program_id(1)
+    first_head = tl.program_id(1) * HEADS
     begin = tl.load(piece).to(tl.int64)
     length = tl.load(piece + 1)
     t = tl.arange(0, PIECE)
     is_token = t < length
-    query = mixed_ptr + (begin + t)[:, None] * F + h * K + tl.arange(0, K)[None, :]
+    channel = (first_head // GROUP) * K + tl.arange(0, K)
+    query = mixed_ptr + (begin + t)[:, None] * F + channel[None, :]
     q = tl.load(query, mask=is_token[:, None], other=0.0)  # [PIECE, K]
     k = tl.load(query + HK * K, mask=is_token[:, None], other=0.0)
     across = tl.trans(k)
-    for g in tl.static_range(GROUP):
-        head = h * GROUP + g
+    for g in tl.static_range(HEADS):
+        head = first_head + g
         gate = gates_ptr + head * gates_stride + begin + t
         rate = tl.load(gate, mask=is_token, other=0.0)
         decay = tl.load(gate + HV * gates_stride, mask=is_token, other=0.0)
         # Before exp: on the other side of the diagonal differences are positive and may overflow.
-        is_before = (t[:, None] < t[None, :]) & is_token[None, :]
-        later = tl.where(is_before, decay[None, :] - decay[:, None], float("-inf"))
-        # Products are made again for each value head: registers are dearer here.
-        keys = _product(k, across, PRECISION, IS_INTERPRETED)  # [PIECE, PIECE], symmetric
-        lower = keys * tl.exp(later) * rate[None, :]  # transposed: of a token to those before it
-        x = _inverse(lower, PIECE, PRECISION)
-        to = ((begin + t) * HV + head)[:, None] * PIECE + t[None, :]
-        tl.store(inverse_ptr + to, x.to(inverse_ptr.dtype.element_ty), mask=is_token[:, None])
         is_seen = (t[:, None] >= t[None, :]) & is_token[:, None]
-        since = tl.where(is_seen, decay[:, None] - decay[None, :], float("-inf"))
-        m = _product(q, across, PRECISION, IS_INTERPRETED) * tl.exp(since)
+        since = tl.exp(tl.where(is_seen, decay[:, None] - decay[None, :], float("-inf")))
+        to = ((begin + t) * HV + head)[:, None] * PIECE + t[None, :]
+        # Products are made again for each value head: registers are dearer here.
+        m = _product(q, across, PRECISION, IS_INTERPRETED) * since
         tl.store(attention_ptr + to, m.to(attention_ptr.dtype.element_ty), mask=is_token[:, None])
+        keys = _product(k, across, PRECISION, IS_INTERPRETED)  # [PIECE, PIECE]
+        lower = tl.where(t[:, None] > t[None, :], keys * since, 0.0) * rate[:, None]
+        x = _inverse(lower, PIECE, PRECISION)
+        tl.store(inverse_ptr + to, x.to(inverse_ptr.dtype.element_ty), mask=is_token[:, None])
 
 
 @triton.jit
