@@ -17,6 +17,7 @@ from headrace.models.config import ModelConfig
 from headrace.models.registry import model_class
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from torch import Tensor
@@ -53,17 +54,22 @@ def random_model(
         seed: Of the draws.
     """
     cls = model_class(config)
-    where = torch.device(device)
-    generator = torch.Generator(device=where).manual_seed(seed)
     wide: torch.dtype = getattr(torch, dtype)
-    weights = {
-        name: _draw(name, shape, torch.float32 if len(shape) == 1 else wide, generator)
-        for name, shape in cls.expected_tensors(config).items()
-    }
+    weights = dict(draw_weights(config, device=device, dtype=dtype, seed=seed))
     model = cls.from_weights(config, weights, wide, state_dtype)
     del weights
     release_memory()
     return model
+
+
+def draw_weights(
+    config: ModelConfig, *, device: str, dtype: str, seed: int = 0
+) -> Iterator[tuple[str, Tensor]]:
+    """Draw the tensors of a checkpoint, one after another; arguments as of `random_model`."""
+    generator = torch.Generator(device=torch.device(device)).manual_seed(seed)
+    wide: torch.dtype = getattr(torch, dtype)
+    for name, shape in model_class(config).expected_tensors(config).items():
+        yield name, _draw(name, shape, torch.float32 if len(shape) == 1 else wide, generator)
 
 
 def release_memory() -> None:
