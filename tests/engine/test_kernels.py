@@ -98,16 +98,10 @@ def test_kernels_give_what_pytorch_operations_give(
     lengths: list[int],
     num_tokens: int,
     race_detector: Detector,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On the simulated device: no race between launches, nor in one, nor an undeclared effect."""
     seed = secrets.randbits(32)
     print(f"{seed=}")
-    from headrace.ops.gated_delta_decode import fused  # noqa: PLC0415  after the plugin's settings
-
-    if num_tokens < 8:
-        # One launch instead of three: the interpreter is slow.
-        monkeypatch.setattr(fused, "MIN_PROGRAMS", 0)
     engine = compare(
         model_of(seed), lengths, num_tokens, seed, batch_layout=layout, rt_backend="sim",
         graphs=graphs, **scheme_options(scheme, drafts),
@@ -209,9 +203,6 @@ def test_prompts_attend_in_a_kernel(
     """Chunks of prompts, split and not, and tokens that are computed again after a preemption."""
     seed = secrets.randbits(32)
     print(f"{seed=}")
-    from headrace.ops.gated_delta_decode import fused  # noqa: PLC0415  after the plugin's settings
-
-    monkeypatch.setattr(fused, "MIN_PROGRAMS", 0)
     monkeypatch.setattr(tiles, "_SPLIT_KEYS", 12)
     engine = compare(
         model_of(seed), lengths, 2 + len(preempt_at) * 4, seed, preempt_at, batch_layout=layout,

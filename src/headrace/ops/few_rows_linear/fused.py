@@ -13,7 +13,7 @@ from headrace.rt.kernels import launch_kernel
 if TYPE_CHECKING:
     from torch import Tensor
 
-TILE_OUT, TILE_IN, NUM_WARPS, NUM_STAGES = 64, 128, 4, 4
+TILE_OUT, TILE_IN, NUM_WARPS, NUM_STAGES = 64, 128, 4, 3
 """Rows and columns of a weight that a program has at a time, its warps, and tiles on their way.
 
 Tensor cores of Hopper multiply 64 rows at a time, so the weight is on that side of the product.

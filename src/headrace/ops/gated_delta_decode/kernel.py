@@ -1,9 +1,10 @@
-"""Decode and verify of Gated DeltaNet in one launch: conv, gates, norms, delta rule, gated norm.
+"""Decode and verify of Gated DeltaNet in two launches: conv, gates, norms; delta rule, gated norm.
 
-A program owns one row and one key head with its value heads. It alone reads and writes their
-channels of the row's conv window, their states and their ring entries, so no program reads what
-another one writes, although windows and states are updated in place. (With one program for each
-value head, the heads of a key head would share its window: the second founding fault again.)
+In the first one a program owns one row and one key head with its value heads. It alone reads and
+writes their channels of the row's conv window and ring, so no program reads what another one
+writes, although windows are updated in place. (With one program for each value head, the heads of a
+key head would share its window: the second founding fault again.) In the second one a program owns
+one row and one value head, with its state.
 
 Bits of a token do not depend on how tokens are grouped into steps: a state is always brought
 forward by the same multiply and fused multiply-add, and where states are stored in less than
@@ -13,7 +14,7 @@ The kernel is one function on purpose: the interpreter spends milliseconds on ev
 """
 
 # Conditions on constants stay apart from those on values, and names exist where their scheme does.
-# ruff: noqa: ANN201, C901, PLR0912, PLR1714, PLR2004, SIM102
+# ruff: noqa: ANN201, C901, PLR0912, PLR2004, SIM102
 # mypy: disable-error-code="possibly-undefined"
 
 from __future__ import annotations
@@ -73,9 +74,9 @@ def gated_delta_decode_kernel(
     """See the module and the package.
 
     QUERY is the width of token_index, ROWS the value rows that a program holds at a time, BATCH the
-    pending tokens whose loads go together. PHASE 0 does everything in one launch of programs (row,
-    key head); 1 and 2 are its parts as launches of their own, the second one with a program for
-    each value head: more programs for small batches, the same bits.
+    pending tokens whose loads go together. PHASE 1 is a launch of programs (row, key head): the
+    convolutions, norms and gates, and the windows. PHASE 2 is one of programs (row, value head):
+    the states and the gated norm.
     """
     HV: tl.constexpr = HK * GROUP
     F: tl.constexpr = 2 * HK * K + HV * V
@@ -128,7 +129,7 @@ def gated_delta_decode_kernel(
         k_scale = tl.load(unit_scale_ptr + HK + h)
         window_row = window_ptr + window_block * window_stride
 
-        if PHASE <= 1:
+        if PHASE == 1:
             # First the convolutions, norms and gates of the step's tokens, as vectors, to scratch.
             for step in range(query_len):
                 t = tl.cast(step, tl.int64)
@@ -218,10 +219,7 @@ def gated_delta_decode_kernel(
                         tl.store(kept + v_channel, x_v.to(ring_input_ptr.dtype.element_ty))
                         tl.store(entry + HK * K + HV * V + head, rate)
                         tl.store(entry + HK * K + HV * V + HV + head, decay)
-        if PHASE == 0:
-            tl.debug_barrier()
-
-        if PHASE == 0 or PHASE == 2:
+        if PHASE == 2:
             # Then the states, a few value rows at a time: what a program holds is small, so several
             # programs share a multiprocessor and one's loads run while another computes. The next
             # rows are on their way while these are worked on.
@@ -306,7 +304,7 @@ def gated_delta_decode_kernel(
                     out = out_ptr + token * out_stride + channel
                     tl.store(out, o.to(out_ptr.dtype.element_ty))
 
-        if PHASE <= 1:
+        if PHASE == 1:
             # The window last: every load of it by any lane lies before a barrier.
             e = tl.arange(0, ENTRIES_PADDED)[:, None]
             if IS_REPLAY:

@@ -39,7 +39,6 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     # Several tiles for each head.
     monkeypatch.setattr(fused, "ROWS", 8)
     monkeypatch.setattr(fused, "REPLAY_ROWS", 8)
-    monkeypatch.setattr(fused, "MIN_PROGRAMS", 0)
     return fused
 
 
@@ -300,24 +299,6 @@ def test_replay_gives_the_same_bits_however_tokens_are_grouped(
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize(
-    "scheme", [pytest.param("columns", marks=pytest.mark.full), "replay"]
-)
-def test_three_launches_give_the_same_bits_as_one(
-    scheme: str, monkeypatch: pytest.MonkeyPatch, fused: ModuleType) -> None:
-    index, lens, rows = _columns_case() if scheme == "columns" else _replay_case()
-    weights, tokens = _weights(13), _tokens(14, 9, torch.bfloat16)
-    one, three = _pools(15, torch.bfloat16), _pools(15, torch.bfloat16)
-    expected = _run(fused, one, tokens, weights, index, lens, rows)
-    monkeypatch.setattr(fused, "MIN_PROGRAMS", 1 << 30)
-    out = _run(fused, three, tokens, weights, index, lens, rows)
-    assert torch.equal(out.isnan(), expected.isnan())
-    assert torch.equal(out.nan_to_num(), expected.nan_to_num())
-    for a, b in zip(three.tensors(), one.tensors(), strict=True):
-        assert torch.equal(a, b)
-
-
-@pytest.mark.interpreter
 def test_rejected_drafts_leave_no_trace_in_replay(fused: ModuleType) -> None:
     weights, tokens = _weights(10), _tokens(11, 6, torch.float32)
     plain, drafted = _pools(12, torch.float32), _pools(12, torch.float32)
@@ -348,7 +329,7 @@ def _compiled(scheme: str, state: str, **sizes: int) -> Compiled:
     absent = columns if is_replay else (*replay, "ring_input", "ring_update")
     constants: dict[str, object] = {
         **{f"{name}_ptr": None for name in absent},
-        "HK": 16, "GROUP": 2, "K": 128, "V": 128, "ROWS": 32, "BATCH": 4, "PHASE": 0, "TAPS": 4,
+        "HK": 16, "GROUP": 2, "K": 128, "V": 128, "ROWS": 32, "BATCH": 4, "PHASE": 2, "TAPS": 4,
         "QUERY": 4, "ENTRIES_PADDED": 8, "RING": 32, "INTERVAL": 16, "IS_REPLAY": is_replay,
         **sizes,
     }  # fmt: skip
@@ -452,7 +433,7 @@ def test_the_kernel_compiles_for_hopper_without_spills(scheme: str, state: str) 
     assert compiled.registers <= 168
     # The state moves 16 bytes at a time.
     assert compiled.instructions.get("LDG.E.128", 0) >= 8
-    assert compiled.instructions.get("STG.E.128", 0) >= 8
+    assert compiled.instructions.get("STG.E.128", 0) >= 4
 
 
 @pytest.mark.parametrize(("scheme", "key", "value"), [("columns", 8, 16), ("replay", 32, 16)])
@@ -460,7 +441,8 @@ def test_the_kernel_compiles_for_heads_whose_values_are_not_as_long_as_their_key
     scheme: str, key: int, value: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The compiler holds a loop's variables to one shape; the interpreter does not."""
-    assert _compiled(scheme, "*fp32", K=key, V=value, ROWS=16).spill_bytes == 0
+    for phase in (1, 2):
+        assert _compiled(scheme, "*fp32", K=key, V=value, ROWS=16, PHASE=phase).spill_bytes == 0
     if scheme == "replay":
         compiled = _replay_compiled(monkeypatch, query=1, key=key, value=value)
         assert [each.spill_bytes for each in compiled] == [0, 0]
