@@ -28,15 +28,19 @@ Measured on an H200 (256 rows of a token, bfloat16 states): 183 us a layer, of w
 BATCH = 4
 """Pending tokens whose loads are on the way together."""
 
-PREPARE_WARPS, CHUNK = 2, 32
+PREPARE_WARPS, CHUNK = 1, 32
 """Of the first replay kernel: its warps, and channels of keys and queries multiplied at a time.
 
-Measured on an H200 (256 rows of 4 tokens): both launches take 245 us a layer; with 4 warps 342.
+Measured on an H200 (256 rows of 4 tokens): both launches take 219 us a layer; with 2 warps 243,
+with 4 342.
 """
 
 ANSWER_WARPS, ANSWER_REGISTERS, REPLAY_ROWS = 4, 128, 16
 """Of the second one: its warps, their registers (so that four programs share a multiprocessor), and
 value rows of a base that are made at a time (with more of them they would not fit in)."""
+
+FEW_TOKENS = 4
+"""Rows of more tokens need more registers: four warps for the first kernel, 168 for the second."""
 
 LEAST_WIDTH = 16
 """Tensor cores take products of so many terms and columns."""
@@ -195,7 +199,7 @@ def _ask(
         TERMS=2 * LEAST_WIDTH,
         CHUNK=min(CHUNK, k_dim),
         ENTRIES=1 << (taps - 2).bit_length(),
-        num_warps=PREPARE_WARPS,
+        num_warps=PREPARE_WARPS if width <= FEW_TOKENS else 4,
         **sizes,
     )
     launch_kernel(
@@ -218,6 +222,6 @@ def _ask(
         ROWS=min(REPLAY_ROWS, v_dim),
         IS_INTERPRETED=state.device.type == "cpu",
         num_warps=ANSWER_WARPS,
-        maxnreg=ANSWER_REGISTERS,
+        maxnreg=ANSWER_REGISTERS if width <= FEW_TOKENS else 168,
         **sizes,
     )

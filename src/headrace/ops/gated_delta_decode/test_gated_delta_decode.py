@@ -415,10 +415,10 @@ def test_the_replay_kernels_compile_for_hopper_with_tensor_cores_and_without_spi
     query: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare, answer = _replay_compiled(monkeypatch, query=query)
-    # Four programs of four warps share a multiprocessor.
-    for compiled in (prepare, answer):
+    # Four programs of four warps share a multiprocessor, or eight of one; with many tokens three.
+    for compiled, registers in ((prepare, 255), (answer, 128 if query <= 4 else 168)):
         assert compiled.spill_bytes == 0
-        assert compiled.registers <= 128
+        assert compiled.registers <= registers
         assert compiled.shared_bytes <= 56 * 1024
     assert not prepare.instructions or "HMMA.1688.F32.TF32" in prepare.instructions
     assert answer.tensor_core > 0
