@@ -91,6 +91,14 @@ def test_eval_of_an_unknown_task_names_the_tasks(capsys: pytest.CaptureFixture[s
     assert "no task 'sums'; tasks: registers, phonebook" in capsys.readouterr().err
 
 
+def test_eval_with_damage_on_several_devices_is_wrong_use(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = ["eval", "nano", "--damage=state", "--tensor-parallel-size=2", "--device=cpu"]
+    assert run_command(asked, environ={}) == EXIT_WRONG_USE
+    assert "use tensor_parallel_size 1, or leave damage out" in capsys.readouterr().err
+
+
 def test_eval_of_a_model_without_tasks_is_wrong_use(
     random_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -113,6 +115,17 @@ def test_damage_that_cannot_be_done_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=says):
         damaged_outputs(engine, PROMPTS[:prompts], PARAMS, what, layer=layer, how=how)
+
+
+def test_damage_of_a_model_that_devices_share_is_refused(engine: Engine) -> None:
+    """Damage would reach the part of rank 0 alone."""
+    refusal = r"tensor_parallel_size is 2, .* use tensor_parallel_size 1, or leave damage out"
+    with pytest.raises(ConfigError, match=refusal):
+        damageable(EngineConfig(model="nano", tensor_parallel_size=2))
+    shared = copy.copy(engine)
+    shared.config = replace(engine.config, tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match=refusal):
+        damaged_outputs(shared, PROMPTS, PARAMS, "state")
 
 
 def test_a_prompt_whose_answer_ends_at_once_still_gives_its_caches(engine: Engine) -> None:

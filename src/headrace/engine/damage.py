@@ -74,8 +74,23 @@ def copy_blocks(
 
 
 def damageable(config: EngineConfig) -> EngineConfig:
-    """Change settings so that a prompt's end falls between two steps and its blocks are its own."""
+    """Change settings so that a prompt's end falls between two steps and its blocks are its own.
+
+    Raises:
+        ConfigError: Several devices share the model.
+    """
+    _check_one_device(config)
     return replace(config, async_scheduling=False, prefix_cache="none")
+
+
+def _check_one_device(config: EngineConfig) -> None:
+    """Refuse several devices: the others' parts of the caches are out of reach and would stay."""
+    size = config.tensor_parallel_size
+    if size > 1:
+        raise ConfigError(
+            f"tensor_parallel_size is {size}, but damage reaches the caches of one device only; "
+            "use tensor_parallel_size 1, or leave damage out"
+        )
 
 
 def damaged_answers(
@@ -123,11 +138,12 @@ def damaged_outputs(
 
     Raises:
         ConfigError: `what` or `how` is unknown, the layer has no such cache, there is nobody to
-            swap with, or the engine runs ahead or shares blocks.
+            swap with, several devices share the model, or the engine runs ahead or shares blocks.
     """
     for name, value, kinds in (("damage", what, Damaged), ("how", how, How)):
         if value not in get_args(kinds):
             raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(get_args(kinds))}")
+    _check_one_device(engine.config)
     if engine.parts.depth != 1 or engine.config.prefix_cache != "none":
         raise ConfigError(
             "damage at the start of an answer needs async_scheduling off and prefix_cache none"
