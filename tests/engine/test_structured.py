@@ -70,7 +70,20 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def library(tokenizer: Tokenizer) -> Any:  # noqa: ANN401
-    return llguidance.LLTokenizer(tokenizer.to_json(), n_vocab=V, eos_token=[EOS])
+    """The vocabulary as the library reads it, without the engine's bytes.
+
+    It reads as many ids as there are tokens, and would forbid those at the end: ids without a token
+    get one.
+    """
+    state = json.loads(tokenizer.to_json())
+    vocab = state["model"]["vocab"]
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    for token in sorted(set(range(max(vocab.values()))) - set(vocab.values())):
+        vocab[f"<|{token}|>"] = token
+        state["added_tokens"].append(
+            {"id": token, "content": f"<|{token}|>", "special": True, **flags}
+        )
+    return llguidance.LLTokenizer(json.dumps(state), n_vocab=V, eos_token=[EOS])
 
 
 def random_schema(  # noqa: PLR0911 - one kind of schema each
@@ -289,6 +302,52 @@ def test_speculation_gives_the_tokens_that_the_plain_loop_gives(
     shuffled = draw.sample(cases, len(cases))
     script(target, shuffled, draw)
     assert_the_loops_tokens(target, shuffled)
+
+
+def test_the_last_tokens_of_a_vocabulary_with_gaps_are_chosen(
+    model: Qwen35Model, tokenizer: Tokenizer, library: Any  # noqa: ANN401
+) -> None:
+    """Ids are left out, so there are tokens with ids from the number of tokens on."""
+    draw = fresh()
+    lead = next(token for token in range(V) if tokenizer.token_bytes(token) == b"\xc6")
+    last = [token for token in range(tokenizer.vocab_size, V) if tokenizer.token_bytes(token)]
+    assert len(last) == 4
+    cases = [
+        Case(
+            model, library, prompt_of(draw, 5),
+            StructuredOutputsParams(json={"type": "string", "minLength": 2, "maxLength": 2}),
+            temperature=0.0, logit_bias={lead: 100.0, token: 100.0},
+        )
+        for token in last
+    ]
+    assert_the_loops_tokens(engine(model, tokenizer), cases)
+    for case, token in zip(cases, last, strict=True):
+        assert case.tokens[1:5] == [lead, token] * 2
+
+
+def test_a_vocabulary_that_the_library_would_cut_is_refused() -> None:
+    """Where tokens have no fixed bytes, the library reads as many ids as there are tokens."""
+    wanted = StructuredOutputsParams(regex="[ab]{2}")
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"a": 256, "b": 257}
+
+    def grammars(vocab: dict[str, int]) -> compiler.Grammars:
+        backend = tokenizers.Tokenizer(
+            tokenizers.models.BPE(vocab=vocab, merges=[], byte_fallback=True)
+        )
+        # A pattern, so that a token's bytes are the library's to find.
+        spaces = tokenizers.decoders.Replace(tokenizers.Regex("\u2581"), " ")
+        backend.decoder = tokenizers.decoders.Sequence(
+            [spaces, tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+        )
+        tokenizer = Tokenizer(backend)
+        assert not tokenizer.has_fixed_bytes
+        return compiler.Grammars(tokenizer, V, (EOS,))
+
+    bits = fill_masks([(grammars(vocab).compile(wanted).start(), [])], V)
+    allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
+    assert allowed.tolist() == [ord("a"), ord("b"), 256, 257]
+    with pytest.raises(RequestError, match=r"it has 258 tokens but ids up to 260.*; leave it out"):
+        grammars(vocab | {"a": 258, "b": 260}).compile(wanted)
 
 
 def test_output_is_always_valid(model: Qwen35Model, tokenizer: Tokenizer) -> None:

@@ -237,7 +237,7 @@ def library_tokenizer(
     """The library's view of a tokenizer.
 
     Raises:
-        ValueError: The model lacks some of its tokens.
+        ValueError: The model lacks some of its tokens, or the library would.
     """
     if tokenizer.max_token_id >= vocab_size:
         raise ValueError(
@@ -247,6 +247,12 @@ def library_tokenizer(
 
     if not tokenizer.has_fixed_bytes:
         # What its tokens mean depends on their neighbours: the library has rules for some of these.
+        if tokenizer.max_token_id >= tokenizer.vocab_size:
+            # It reads as many ids as there are tokens, and would forbid the rest without a word.
+            raise ValueError(
+                f"it has {tokenizer.vocab_size} tokens but ids up to {tokenizer.max_token_id}, and "
+                "of such a vocabulary the grammar library knows no id from the number of tokens on"
+            )
         return tokenizer.to_json()
     return llguidance.TokenizerWrapper(_Vocabulary(tokenizer, vocab_size))
 
