@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from headrace.errors import ConfigError
-from headrace.models.layers.product import product
-from headrace.ops.linear import pad_rows
+from headrace.ops.fixed_linear import fixed_linear
+from headrace.ops.linear import linear, pad_rows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -98,10 +98,12 @@ class Shard:
             Those of the whole vocabulary, [R, V], in the table's dtype.
         """
         rows = hidden_rows.shape[0]
+        # A library has the head's few rows too: nothing else is measured for so large a weight.
+        multiply = fixed_linear if kernels == "fixed" else linear
         if self.size == 1:
-            return product(pad_rows(hidden_rows), table, kernels, out=out)[:rows]
+            return multiply(pad_rows(hidden_rows), table, out=out)[:rows]
         assert self.group is not None, "a part without a group cannot be run"
-        own = product(pad_rows(hidden_rows), table, kernels)[:rows]
+        own = multiply(pad_rows(hidden_rows), table)[:rows]
         parts = self.group.all_gather(own.contiguous())
         logits = hidden_rows.new_empty(rows, vocab_size) if out is None else out[:rows]
         for rank, part in enumerate(parts):

@@ -23,9 +23,7 @@ Qwen3.5-4B take 69 us with 16 rows, the library's 76; with 32 rows both take 75.
 """
 
 
-def product(
-    x: Tensor, weight: Tensor, kernels: Kernels, *, out: Tensor | None = None
-) -> Tensor:
+def product(x: Tensor, weight: Tensor, kernels: Kernels) -> Tensor:
     """Multiply each row with a weight matrix.
 
     Args:
@@ -33,15 +31,12 @@ def product(
         weight: [O, C], the dtype of x.
         kernels: What computes the step; with "triton" few rows of bfloat16 may go through a kernel,
             with "fixed" all rows go through one whose bits do not depend on their number.
-        out: Where the product goes, [T or more, O], the dtype of x; made if it is not given. A
-            library or the fixed kernel fills it.
 
     Returns:
-        x @ weight^T, [T, O]: the first rows of out, if that is given.
+        x @ weight^T, [T, O].
     """
     if kernels == "fixed":
-        return fixed_linear(x, weight, out=out)
-    is_few = x.shape[0] <= FEW_ROWS and x.dtype == torch.bfloat16
-    if kernels == "triton" and is_few and out is None:
+        return fixed_linear(x, weight)
+    if kernels == "triton" and x.shape[0] <= FEW_ROWS and x.dtype == torch.bfloat16:
         return few_rows_linear(x, weight)
-    return linear(x, weight, out=out)
+    return linear(x, weight)
