@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
-VOCAB, NUM_TOKENS = 160, 28
+VOCAB, NUM_TOKENS, MAX_LENGTH = 160, 28, 448
 SHAPES: dict[str, dict[str, Any]] = {
     # More than one run of a product's columns, and more than one tile of its outputs.
     "qwen3_5": {"hidden_size": 256, "intermediate_size": 1280, "num_hidden_layers": 4},
@@ -64,7 +64,7 @@ def test_a_request_has_the_same_bits_whatever_else_runs(case: tuple[Any, ...]) -
     engine = Engine(
         settings := EngineConfig(
             model="tiny", device="cuda", dtype=dtype, deterministic=True, kernels="triton",
-            max_num_seqs=5, max_model_len=384, num_kv_blocks=150, num_state_blocks=90,
+            max_num_seqs=5, max_model_len=MAX_LENGTH, num_kv_blocks=170, num_state_blocks=90,
             max_num_batched_tokens=budget, batch_layout=layout, state_scheme=scheme,
             speculative=drafts, async_scheduling=is_async, graphs=graphs, check_invariants=True,
         ),
@@ -111,7 +111,8 @@ def serve(
             if drafts.startswith("scripted"):
                 truth = np.array(prompt + truths[index].tokens, dtype=np.int64)
                 most = int(drafts[-1]) + 1
-                keep = np.array([rng.randrange(-1, most) for _ in range(384)], dtype=np.int64)
+                kept = [rng.randrange(-1, most) for _ in range(MAX_LENGTH)]
+                keep = np.array(kept, dtype=np.int64)
                 engine.worker.scripts[request.sequences[0].seq_id] = (truth, keep)
         steps += 1
         if preempts and steps % 9 == 0 and engine.scheduler.running:
