@@ -33,11 +33,16 @@ def test_measured_figures_are_those_of_the_results_and_of_what_runs() -> None:
     ]
     assert f"{decode['us_per_layer']:.0f} µs, {decode['share_of_floor']:.2f} of the" in table
 
-    short, long = json.loads((results / "h200_conformance.json").read_text())["runs"]
-    cases = [row for row in short["rows"] if "requests_that_differ" in row]
+    runs = json.loads((results / "h200_conformance.json").read_text())["runs"]
+    rows = [row for run in runs for row in run["rows"]]
+    compared = [row for row in rows if "requests_that_differ" in row]
+    cases = [row for row in compared if row["part"] == "conformance"]
     assert [row["requests_that_differ"] for row in cases] == [0] * 8
     assert {row["requests"] for row in cases} == {512}
     assert "0 of 512 requests differ in each of the 8 cases" in table
-    (mixed,) = long["rows"]
+    layouts = [row for row in compared if row["part"] == "demo"]
+    assert [row["requests_that_differ"] for row in layouts] == [0, 0]
+    assert f"the demo model 0 of {layouts[0]['requests']} in both layouts" in table
+    (mixed,) = [row for row in rows if row["part"] == "mixed"]
     differ, reports = mixed["differ"], mixed["reports"]
     assert f"{mixed['requests']:,} requests, {differ} differ, {reports} reports" in table
