@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from headrace.ops.mixer_cases import Columns, Replay
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 DRAFTS, INTERVAL, RING = 3, 16, 32
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Columns:
-    """Rows of the columns scheme."""
-
-    window_blocks: Tensor
-    accepted: Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Replay:
-    """Rows of the replay scheme."""
-
-    base_block: Tensor
-    base_len: Tensor
-    computed: Tensor
-    write_block: Tensor
-    write_len: Tensor
-    ring_block: Tensor
 
 
 def rows_of(scheme: str, batch: int, query: int, device: str) -> tuple[Tensor, Tensor, Any]:

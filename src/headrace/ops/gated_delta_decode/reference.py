@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
+
+from headrace.ops.mixer_rows import answer_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,103 +32,38 @@ def gated_delta_decode(
     is_fixed: bool = False,  # noqa: ARG001  tokens go one by one
 ) -> None:
     """Decode or verify; see the package."""
-    for n in range(token_index.shape[0]):
-        tokens = token_index[n, : int(query_lens[n])]
-        if len(tokens) == 0:
-            continue
-        x, z, g = inputs[tokens].float(), gate[tokens].float(), logits[tokens].float()
-        row_out = None
-        if ring is not None:
-            row_out = _replay_row(n, x, z, g, weights, window, state, rows, ring)  # type: ignore[arg-type]
-        else:
-            row_out = _columns_row(n, x, z, g, weights, window, state, rows)  # type: ignore[arg-type]
-        if row_out is not None:
-            out[tokens] = row_out.to(out.dtype)
+    answers = answer_rows(
+        inputs, weights.conv.shape[0] - 1, partial(_step, gate, logits, weights, state), _again,
+        window, state, token_index, query_lens, rows, ring,
+    )  # fmt: skip
+    for tokens, answer in answers:
+        out[tokens] = answer.to(out.dtype)
 
 
-def _columns_row(
-    n: int,
-    x: Tensor,
-    z: Tensor,
-    g: Tensor,
+def _step(
+    gate: Tensor,
+    logits: Tensor,
     weights: MixerWeights,
-    window: Tensor,
+    pool: Tensor,
+    token: int,
+    taps: Tensor,
     state: Tensor,
-    rows: ColumnsRows,
-) -> Tensor | None:
-    blocks, accepted = rows.window_blocks[n], int(rows.accepted[n])
-    if accepted == 0 or int(blocks[0]) == 0 or int(blocks[accepted - 1]) == 0:
-        return None
-    carried = weights.conv.shape[0] - 1
-    own = window[int(blocks[0])]
-    history = torch.cat((own[accepted - 1 : accepted - 1 + carried].float(), x))
-    current = state[int(blocks[accepted - 1])].float()
-    outputs = []
-    for t in range(len(x)):
-        q, k, v = convolve(history[t : t + carried + 1], weights, state)
-        rate, decay = gates(g[t], weights)
-        current, _ = update(current, k, v, rate, decay)
-        outputs.append(normed(current, q, z[t], weights))
-        # What a later step would load is what this one goes on with.
-        current = current.to(state.dtype).float()
-        if int(blocks[t]) > 0:
-            state[int(blocks[t])] = current.to(state.dtype)
-    moved = history[1:]
-    own[: len(moved)] = moved.to(window.dtype)
-    return torch.stack(outputs)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """State after a token, its output, and its key, change of the state, rates and decays."""
+    q, k, v = convolve(taps, weights, pool)
+    rate, decay = gates(logits[token].float(), weights)
+    state, change = update(state, k, v, rate, decay)
+    kept = torch.cat((k.flatten(), change.flatten(), rate, decay))
+    return state, normed(state, q, gate[token].float(), weights), kept
 
 
-def _replay_row(
-    n: int,
-    x: Tensor,
-    z: Tensor,
-    g: Tensor,
-    weights: MixerWeights,
-    window: Tensor,
-    state: Tensor,
-    rows: ReplayRows,
-    ring: Ring,
-) -> Tensor | None:
-    base, block = int(rows.base_block[n]), int(rows.ring_block[n])
-    if base == 0 or block == 0:
-        return None
-    base_len, computed = int(rows.base_len[n]), int(rows.computed[n])
-    write_block, write_len = int(rows.write_block[n]), int(rows.write_len[n])
-    carried = weights.conv.shape[0] - 1
-    hv, v_dim, k_dim = state.shape[1:]
-    hk = weights.unit_scale.numel() // 2
-    sizes = (hk * k_dim, hv * v_dim, hv, hv)
-    length = ring.inputs.shape[1]
-    # Inputs of positions base_len - carried .. computed - 1, then the new ones.
-    at = torch.arange(base_len, computed) % length
-    history = torch.cat((window[base, :carried].float(), ring.inputs[block, at].float(), x))
-
-    def keep_grid(current: Tensor, tokens: int) -> Tensor:
-        return current.to(state.dtype).float() if tokens % ring.interval == 0 else current
-
-    current = state[base].float()
-    for position in range(base_len, computed):
-        key, change, _, decay = ring.updates[block, position % length].split(sizes)
-        current = current * decay[:, None, None]
-        current = current + change.view(hv, v_dim, 1) * _per_value_head(key.view(hk, -1), hv)
-        current = keep_grid(current, position + 1)
-        if position + 1 == write_len and write_block > 0:
-            state[write_block] = current.to(state.dtype)
-    outputs = []
-    for t in range(len(x)):
-        first = computed - base_len + t
-        q, k, v = convolve(history[first : first + carried + 1], weights, state)
-        rate, decay = gates(g[t], weights)
-        current, change = update(current, k, v, rate, decay)
-        outputs.append(normed(current, q, z[t], weights))
-        current = keep_grid(current, computed + t + 1)
-        slot = (computed + t) % length
-        ring.inputs[block, slot] = x[t].to(ring.inputs.dtype)
-        ring.updates[block, slot] = torch.cat((k.flatten(), change.flatten(), rate, decay))
-    if computed >= write_len and write_block > 0:
-        before = history[write_len - base_len : write_len - base_len + carried]
-        window[write_block, :carried] = before.to(window.dtype)
-    return torch.stack(outputs)
+def _again(state: Tensor, kept: Tensor) -> Tensor:
+    """State [HV, V, K] after a token of the ring."""
+    hv, v_dim, k_dim = state.shape
+    keys = kept.shape[0] - hv * v_dim - 2 * hv
+    key, change, _, decay = kept.split((keys, hv * v_dim, hv, hv))
+    state = state * decay[:, None, None]
+    return state + change.view(hv, v_dim, 1) * _per_value_head(key.view(-1, k_dim), hv)
 
 
 def convolve(taps: Tensor, weights: MixerWeights, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,8 +10,14 @@ import torch
 
 from headrace.ops.aot import Compiled, KernelSpec, compile_kernel, compile_kernels, spec_of
 from headrace.ops.gated_delta_decode import MixerWeights, Ring, reference
-from headrace.rt import Effect
-from headrace.rt.detector import RowBound, assert_effects
+from headrace.ops.mixer_cases import (
+    Columns,
+    Pools,
+    Replay,
+    assert_close,
+    assert_others_untouched,
+    case_of,
+)
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -40,40 +45,6 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(fused, "ROWS", 8)
     monkeypatch.setattr(fused, "REPLAY_ROWS", 8)
     return fused
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Columns:
-    window_blocks: Tensor
-    accepted: Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Replay:
-    base_block: Tensor
-    base_len: Tensor
-    computed: Tensor
-    write_block: Tensor
-    write_len: Tensor
-    ring_block: Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Pools:
-    window: Tensor
-    state: Tensor
-    ring: Ring
-
-    def clone(self) -> Pools:
-        ring = Ring(
-            inputs=self.ring.inputs.clone(),
-            updates=self.ring.updates.clone(),
-            interval=self.ring.interval,
-        )
-        return Pools(window=self.window.clone(), state=self.state.clone(), ring=ring)
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.window, self.state, self.ring.inputs, self.ring.updates
 
 
 def _generator(seed: int) -> torch.Generator:
@@ -115,13 +86,6 @@ def _tokens(seed: int, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, 
     return inputs, gate, logits
 
 
-def _columns(blocks: list[list[int]], accepted: list[int]) -> Columns:
-    return Columns(
-        window_blocks=torch.tensor(blocks, dtype=torch.int32),
-        accepted=torch.tensor(accepted, dtype=torch.int32),
-    )
-
-
 def _run(
     op: ModuleType,
     pools: Pools,
@@ -146,44 +110,6 @@ def _run(
     return out
 
 
-def _assert_close(a: Tensor, b: Tensor, dtype: torch.dtype) -> None:
-    """Up to rounding: a bfloat16 state may come out one unit away, with all that follows.
-
-    That unit is one of the largest values that went in, so small results are judged by the scale of
-    all of them: a few units of the largest at any place, and one part in a hundred altogether.
-    """
-    if dtype == torch.float32:
-        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5, equal_nan=True)
-        return
-    assert torch.equal(a.isnan(), b.isnan())
-    a, b = a.float().nan_to_num(), b.float().nan_to_num()
-    error = a - b
-    assert float(error.abs().max()) <= float(b.abs().max()) / 32
-    assert float(error.norm()) <= 1e-2 * float(b.norm())
-
-
-def _columns_case() -> tuple[list[list[int]], list[int], Columns]:
-    """Three live rows, one without tokens, one with accepted 0, one with null blocks."""
-    index = [[0, 1, 2], [3, 0, 0], [4, 5, 0], [0, 0, 0], [6, 0, 0], [7, 0, 0]]
-    blocks = [[3, 4, 5], [6, 7, 8], [9, 10, 11], [12, 13, 14], [15, 16, 17], [0, 0, 0]]
-    return index, [3, 1, 2, 0, 1, 1], _columns(blocks, [1, 3, 2, 1, 0, 1])
-
-
-def _replay_case() -> tuple[list[list[int]], list[int], Replay]:
-    """Rows with none, some and many pending tokens, with and without a base write, and none."""
-    index = [[0, 1, 2], [3, 0, 0], [4, 5, 0], [0, 0, 0]]
-    rows = Replay(
-        base_block=torch.tensor([3, 6, 9, 0], dtype=torch.int32),
-        base_len=torch.tensor([10, 8, 16, 0]),
-        computed=torch.tensor([10, 13, 22, 0]),
-        # In place; into another block; not reached yet would be 0.
-        write_block=torch.tensor([3, 6, 10, 0], dtype=torch.int32),
-        write_len=torch.tensor([12, 12, 20, 4]),
-        ring_block=torch.tensor([1, 2, 3, 0], dtype=torch.int32),
-    )
-    return index, [3, 1, 2, 0], rows
-
-
 @pytest.mark.thinned
 @pytest.mark.interpreter
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -193,14 +119,14 @@ def test_the_kernel_does_what_the_specification_says(
 ) -> None:
     seed = random.randrange(1 << 30)
     print(f"{seed=}")
-    index, lens, rows = _columns_case() if scheme == "columns" else _replay_case()
+    index, lens, rows = case_of(scheme)
     weights, tokens = _weights(seed), _tokens(seed + 1, 9, dtype)
     expected, got = _pools(seed + 2, dtype), _pools(seed + 2, dtype)
     want = _run(reference, expected, tokens, weights, index, lens, rows)
     out = _run(fused, got, tokens, weights, index, lens, rows)
-    _assert_close(out, want, dtype)
+    assert_close(out, want, dtype)
     for a, b in zip(got.tensors(), expected.tensors(), strict=True):
-        _assert_close(a, b, dtype)
+        assert_close(a, b, dtype)
 
 
 @pytest.mark.interpreter
@@ -215,35 +141,11 @@ def test_the_kernel_does_what_the_specification_says(
 def test_blocks_of_others_and_rows_that_take_no_part_stay_untouched(
     scheme: str, dtype: torch.dtype, race_detector: Detector, fused: ModuleType
 ) -> None:
-    index, lens, rows = _columns_case() if scheme == "columns" else _replay_case()
+    index, lens, rows = case_of(scheme)
     weights, tokens, pools = _weights(1), _tokens(2, 9, dtype), _pools(3, dtype)
     before = pools.clone()
     out = _run(fused, pools, tokens, weights, index, lens, rows)
-    assert out[6:].isnan().all()
-    assert not out[:6].isnan().any()
-    if scheme == "columns":
-        windows, states, rings = {3, 6, 9}, {3, 4, 5, 6, 9, 10}, set()
-    else:
-        windows, states, rings = {6, 10}, {6, 10}, {1, 2, 3}
-    touched = (windows, states, rings, rings)
-    for new, old, blocks in zip(pools.tensors(), before.tensors(), touched, strict=True):
-        changed = (new != old).flatten(1).any(1).nonzero().flatten()
-        assert set(changed.tolist()) == blocks
-    names = [field.name for field in fields(rows)]
-    assert_effects(
-        race_detector.launches,
-        dict.fromkeys((*names, "tokens"), Effect.READ)
-        | {"window": Effect.READ_WRITE, "state": Effect.READ_WRITE}
-        | ({"ring": Effect.READ_WRITE} if rings else {}),
-        {name: getattr(rows, name) for name in names}
-        | {"tokens": tokens, "window": pools.window, "state": pools.state}
-        | {"ring": [pools.ring.inputs, pools.ring.updates]},
-        rows={
-            "window": RowBound(reads={3, 6, 9}, writes=windows),
-            "state": RowBound(reads={3, 8, 10} if not rings else {3, 6, 9}, writes=states),
-            "ring": RowBound(reads=rings, writes=rings),
-        },
-    )
+    assert_others_untouched(rows, tokens, pools, before, out, race_detector)
 
 
 @pytest.mark.interpreter
@@ -253,11 +155,11 @@ def test_columns_gives_the_same_bits_however_tokens_are_grouped(
 ) -> None:
     weights, tokens = _weights(4), _tokens(5, 3, dtype)
     together, apart = _pools(6, dtype), _pools(6, dtype)
-    rows = _columns([[3, 4, 5]], [1])
+    rows = Columns.of([[3, 4, 5]], [1])
     out = _run(fused, together, tokens, weights, [[0, 1, 2]], [3], rows)
     # A step of one token, then one of two tokens that reads behind it.
     first = _run(fused, apart, tokens, weights, [[0, 0, 0]], [1], rows)
-    rest = _run(fused, apart, tokens, weights, [[1, 2, 0]], [2], _columns([[3, 4, 5]], [1]))
+    rest = _run(fused, apart, tokens, weights, [[1, 2, 0]], [2], Columns.of([[3, 4, 5]], [1]))
     assert torch.equal(out[0], first[0])
     assert torch.equal(out[1:], rest[1:])
     assert torch.equal(together.state[5], apart.state[4])
@@ -277,14 +179,8 @@ def test_replay_gives_the_same_bits_however_tokens_are_grouped(
         outputs = []
         for length in lengths:
             write_len = (base_len // INTERVAL + 1) * INTERVAL
-            rows = Replay(
-                base_block=torch.tensor([base], dtype=torch.int32),
-                base_len=torch.tensor([base_len]),
-                computed=torch.tensor([10 + done]),
-                write_block=torch.tensor([base], dtype=torch.int32),
-                write_len=torch.tensor([write_len]),
-                ring_block=torch.tensor([2], dtype=torch.int32),
-            )
+            rows = Replay.of(base_block=[base], base_len=[base_len], computed=[10 + done],
+                             write_block=[base], write_len=[write_len], ring_block=[2])  # fmt: skip
             step = list(range(done, done + length)) + [0] * (3 - length)
             out = _run(fused, pools, tokens, weights, [step], [length], rows)
             outputs.append(out[done : done + length])
@@ -295,7 +191,7 @@ def test_replay_gives_the_same_bits_however_tokens_are_grouped(
         assert torch.equal(results[0], results[1])
     else:
         # One product over the pending tokens rounds by other sums than one token after another.
-        _assert_close(results[0], results[1], dtype)
+        assert_close(results[0], results[1], dtype)
 
 
 @pytest.mark.interpreter
@@ -304,14 +200,8 @@ def test_rejected_drafts_leave_no_trace_in_replay(fused: ModuleType) -> None:
     plain, drafted = _pools(12, torch.float32), _pools(12, torch.float32)
 
     def rows(computed: int) -> Replay:
-        return Replay(
-            base_block=torch.tensor([3], dtype=torch.int32),
-            base_len=torch.tensor([8]),
-            computed=torch.tensor([computed]),
-            write_block=torch.tensor([3], dtype=torch.int32),
-            write_len=torch.tensor([12]),
-            ring_block=torch.tensor([2], dtype=torch.int32),
-        )
+        return Replay.of(base_block=[3], base_len=[8], computed=[computed], write_block=[3],
+                         write_len=[12], ring_block=[2])  # fmt: skip
 
     _run(fused, plain, tokens, weights, [[0]], [1], rows(9))
     expected = _run(fused, plain, tokens, weights, [[1]], [1], rows(10))

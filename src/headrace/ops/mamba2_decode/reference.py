@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
+
+from headrace.ops.mixer_rows import answer_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,92 +32,21 @@ def mamba2_decode(
     ring: Ring | None = None,
 ) -> None:
     """Decode or verify; see the package."""
-    for n in range(token_index.shape[0]):
-        tokens = token_index[n, : int(query_lens[n])]
-        if len(tokens) == 0:
-            continue
-        x, steps = inputs[tokens].float(), dt[tokens].float()
-        if ring is not None:
-            answers = _replay_row(n, x, steps, weights, window, state, rows, ring)  # type: ignore[arg-type]
-        else:
-            answers = _columns_row(n, x, steps, weights, window, state, rows)  # type: ignore[arg-type]
-        if answers is not None:
-            out[tokens] = _gated(answers, gate[tokens].float(), weights).to(out.dtype)
+    answers = answer_rows(
+        inputs, weights.conv.shape[0] - 1, partial(_step, dt, weights, state), _applied,
+        window, state, token_index, query_lens, rows, ring,
+    )  # fmt: skip
+    for tokens, answer in answers:
+        out[tokens] = _gated(answer, gate[tokens].float(), weights).to(out.dtype)
 
 
-def _columns_row(
-    n: int,
-    x: Tensor,
-    steps: Tensor,
-    weights: MixerWeights,
-    window: Tensor,
-    state: Tensor,
-    rows: ColumnsRows,
-) -> Tensor | None:
-    blocks, accepted = rows.window_blocks[n], int(rows.accepted[n])
-    if accepted == 0 or int(blocks[0]) == 0 or int(blocks[accepted - 1]) == 0:
-        return None
-    carried = weights.conv.shape[0] - 1
-    own = window[int(blocks[0])]
-    history = torch.cat((own[accepted - 1 : accepted - 1 + carried].float(), x))
-    current = state[int(blocks[accepted - 1])].float()
-    answers = []
-    for t in range(len(x)):
-        token = _Token(history[t : t + carried + 1], steps[t], weights, state)
-        current = token.applied_to(current)
-        answers.append(token.answer(current))
-        # What a later step would load is what this one goes on with.
-        current = current.to(state.dtype).float()
-        if int(blocks[t]) > 0:
-            state[int(blocks[t])] = current.to(state.dtype)
-    moved = history[1:]
-    own[: len(moved)] = moved.to(window.dtype)
-    return torch.stack(answers)
-
-
-def _replay_row(
-    n: int,
-    x: Tensor,
-    steps: Tensor,
-    weights: MixerWeights,
-    window: Tensor,
-    state: Tensor,
-    rows: ReplayRows,
-    ring: Ring,
-) -> Tensor | None:
-    base, block = int(rows.base_block[n]), int(rows.ring_block[n])
-    if base == 0 or block == 0:
-        return None
-    base_len, computed = int(rows.base_len[n]), int(rows.computed[n])
-    write_block, write_len = int(rows.write_block[n]), int(rows.write_len[n])
-    carried, length = weights.conv.shape[0] - 1, ring.inputs.shape[1]
-    # Inputs of positions base_len - carried .. computed - 1, then the new ones.
-    at = torch.arange(base_len, computed) % length
-    history = torch.cat((window[base, :carried].float(), ring.inputs[block, at].float(), x))
-
-    def keep_grid(current: Tensor, tokens: int) -> Tensor:
-        return current.to(state.dtype).float() if tokens % ring.interval == 0 else current
-
-    current = state[base].float()
-    for position in range(base_len, computed):
-        current = _applied(current, ring.updates[block, position % length])
-        current = keep_grid(current, position + 1)
-        if position + 1 == write_len and write_block > 0:
-            state[write_block] = current.to(state.dtype)
-    answers = []
-    for t in range(len(x)):
-        first = computed - base_len + t
-        token = _Token(history[first : first + carried + 1], steps[t], weights, state)
-        current = token.applied_to(current)
-        answers.append(token.answer(current))
-        current = keep_grid(current, computed + t + 1)
-        slot = (computed + t) % length
-        ring.inputs[block, slot] = x[t].to(ring.inputs.dtype)
-        ring.updates[block, slot] = token.update
-    if computed >= write_len and write_block > 0:
-        before = history[write_len - base_len : write_len - base_len + carried]
-        window[write_block, :carried] = before.to(window.dtype)
-    return torch.stack(answers)
+def _step(
+    dt: Tensor, weights: MixerWeights, pool: Tensor, token: int, taps: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """State after a token, its answer, and its update."""
+    one = _Token(taps, dt[token].float(), weights, pool)
+    state = _applied(state, one.update)
+    return state, one.answer(state), one.update
 
 
 class _Token:
@@ -142,10 +74,6 @@ class _Token:
         value = (self._x * dt[:, None]).flatten()
         self.update = torch.cat((b, value, dt * weights.decay_rate))
         """B, dt * x and log decay, as the ring keeps them."""
-
-    def applied_to(self, state: Tensor) -> Tensor:
-        """State [H, P, D] after the token."""
-        return _applied(state, self.update)
 
     def answer(self, state: Tensor) -> Tensor:
         """What the state [H, P, D] after the token gives, with the skip, [H * P]."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,8 +12,14 @@ import torch
 from headrace.ops.aot import KernelSpec, compile_kernels, spec_of
 from headrace.ops.gated_delta_decode import Ring
 from headrace.ops.mamba2_decode import MixerWeights, mamba2_decode, reference
-from headrace.rt import Effect
-from headrace.rt.detector import RowBound, assert_effects
+from headrace.ops.mixer_cases import (
+    Columns,
+    Pools,
+    Replay,
+    assert_close,
+    assert_others_untouched,
+    case_of,
+)
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -44,45 +50,19 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return fused
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Columns:
-    window_blocks: Tensor
-    accepted: Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Replay:
-    base_block: Tensor
-    base_len: Tensor
-    computed: Tensor
-    write_block: Tensor
-    write_len: Tensor
-    ring_block: Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Pools:
-    window: Tensor
-    state: Tensor
-    ring: Ring
-
-    @classmethod
-    def draw(cls, seed: int, dtype: torch.dtype) -> Pools:
-        g = torch.Generator().manual_seed(seed)
-        updates = torch.randn(RING_BLOCKS, RING, UPDATE, generator=g) * 0.3
-        updates[..., -H:] = -torch.rand(RING_BLOCKS, RING, H, generator=g)
-        return cls(
-            window=torch.randn(BLOCKS, TAPS - 1 + DRAFTS, F, generator=g).to(dtype),
-            state=torch.randn(BLOCKS, H, P, D, generator=g).to(dtype),
-            ring=Ring(
-                inputs=torch.randn(RING_BLOCKS, RING, F, generator=g).to(dtype),
-                updates=updates,
-                interval=INTERVAL,
-            ),
-        )
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.window, self.state, self.ring.inputs, self.ring.updates
+def _pools(seed: int, dtype: torch.dtype) -> Pools:
+    g = torch.Generator().manual_seed(seed)
+    updates = torch.randn(RING_BLOCKS, RING, UPDATE, generator=g) * 0.3
+    updates[..., -H:] = -torch.rand(RING_BLOCKS, RING, H, generator=g)
+    return Pools(
+        window=torch.randn(BLOCKS, TAPS - 1 + DRAFTS, F, generator=g).to(dtype),
+        state=torch.randn(BLOCKS, H, P, D, generator=g).to(dtype),
+        ring=Ring(
+            inputs=torch.randn(RING_BLOCKS, RING, F, generator=g).to(dtype),
+            updates=updates,
+            interval=INTERVAL,
+        ),
+    )
 
 
 def _weights(seed: int, **changes: Any) -> MixerWeights:  # noqa: ANN401
@@ -133,52 +113,6 @@ def _run(
     return out
 
 
-def _assert_close(a: Tensor, b: Tensor, dtype: torch.dtype) -> None:
-    """Up to rounding; bfloat16 by the scale of all values, of which each may be a unit away."""
-    if dtype == torch.float32:
-        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5, equal_nan=True)
-        return
-    assert torch.equal(a.isnan(), b.isnan())
-    a, b = a.float().nan_to_num(), b.float().nan_to_num()
-    assert float((a - b).abs().max()) <= float(b.abs().max()) / 32
-    assert float((a - b).norm()) <= 1e-2 * float(b.norm())
-
-
-def _columns(blocks: list[list[int]], accepted: list[int]) -> Columns:
-    return Columns(
-        window_blocks=torch.tensor(blocks, dtype=torch.int32),
-        accepted=torch.tensor(accepted, dtype=torch.int32),
-    )
-
-
-def _replay(**values: list[int]) -> Replay:
-    return Replay(
-        **{
-            name: torch.tensor(value, dtype=torch.int32 if "block" in name else torch.int64)
-            for name, value in values.items()
-        }
-    )
-
-
-def _case(scheme: str) -> tuple[list[list[int]], list[int], Columns | Replay]:
-    """Three live rows, and others that must change nothing."""
-    if scheme == "columns":
-        # Without tokens; with accepted 0; with null blocks.
-        index = [[0, 1, 2], [3, 0, 0], [4, 5, 0], [0, 0, 0], [6, 0, 0], [7, 0, 0]]
-        blocks = [[3, 4, 5], [6, 7, 8], [9, 10, 11], [12, 13, 14], [15, 16, 17], [0, 0, 0]]
-        return index, [3, 1, 2, 0, 1, 1], _columns(blocks, [1, 3, 2, 1, 0, 1])
-    # None, some and many pending tokens; a base written in place and into another block.
-    rows = _replay(
-        base_block=[3, 6, 9, 0],
-        base_len=[10, 8, 16, 0],
-        computed=[10, 13, 22, 0],
-        write_block=[3, 6, 10, 0],
-        write_len=[12, 12, 20, 4],
-        ring_block=[1, 2, 3, 0],
-    )
-    return [[0, 1, 2], [3, 0, 0], [4, 5, 0], [0, 0, 0]], [3, 1, 2, 0], rows
-
-
 @pytest.mark.interpreter
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -187,14 +121,14 @@ def test_the_kernels_do_what_the_specification_says(
 ) -> None:
     seed = random.randrange(1 << 30)
     print(f"{seed=}")
-    index, lens, rows = _case(scheme)
+    index, lens, rows = case_of(scheme)
     weights, tokens = _weights(seed), _tokens(seed + 1, 9, dtype)
-    expected, got = (Pools.draw(seed + 2, dtype) for _ in range(2))
+    expected, got = (_pools(seed + 2, dtype) for _ in range(2))
     want = _run(reference, expected, tokens, weights, index, lens, rows)
     out = _run(fused, got, tokens, weights, index, lens, rows)
-    _assert_close(out, want, dtype)
+    assert_close(out, want, dtype)
     for a, b in zip(got.tensors(), expected.tensors(), strict=True):
-        _assert_close(a, b, dtype)
+        assert_close(a, b, dtype)
 
 
 @pytest.mark.interpreter
@@ -211,20 +145,20 @@ def test_every_familys_gate_and_norm(changes: dict[str, Any], fused: ModuleType)
     seed = random.randrange(1 << 30)
     print(f"{seed=}")
     weights, tokens = _weights(seed, **changes), _tokens(seed + 1, 3, torch.float32)
-    rows = _columns([[3, 4, 5]], [2])
+    rows = Columns.of([[3, 4, 5]], [2])
     want, out = (
-        _run(op, Pools.draw(seed, torch.float32), tokens, weights, [[0, 2, 1]], [3], rows)
+        _run(op, _pools(seed, torch.float32), tokens, weights, [[0, 2, 1]], [3], rows)
         for op in (reference, fused)
     )
-    _assert_close(out, want, torch.float32)
+    assert_close(out, want, torch.float32)
 
 
 @pytest.mark.interpreter
 def test_tiny_time_steps_keep_their_digits(fused: ModuleType) -> None:
     """The logarithm of 1 plus what is lost beside the 1 would be 0."""
     tokens = _tokens(1, 1, torch.float32)
-    pools = Pools.draw(2, torch.float32)
-    rows = _replay(base_block=[3], base_len=[8], computed=[8], write_block=[3], write_len=[12],
+    pools = _pools(2, torch.float32)
+    rows = Replay.of(base_block=[3], base_len=[8], computed=[8], write_block=[3], write_len=[12],
                    ring_block=[2])  # fmt: skip
     weights = _weights(3)
     _run(fused, pools, tokens, weights, [[0]], [1], rows)
@@ -239,35 +173,11 @@ def test_tiny_time_steps_keep_their_digits(fused: ModuleType) -> None:
 def test_blocks_of_others_and_rows_that_take_no_part_stay_untouched(
     scheme: str, race_detector: Detector, fused: ModuleType
 ) -> None:
-    index, lens, rows = _case(scheme)
+    index, lens, rows = case_of(scheme)
     weights, tokens = _weights(1), _tokens(2, 9, torch.float32)
-    pools, before = (Pools.draw(3, torch.float32) for _ in range(2))
+    pools, before = (_pools(3, torch.float32) for _ in range(2))
     out = _run(fused, pools, tokens, weights, index, lens, rows)
-    assert out[6:].isnan().all()
-    assert not out[:6].isnan().any()
-    if scheme == "columns":
-        windows, states, rings = {3, 6, 9}, {3, 4, 5, 6, 9, 10}, set()
-    else:
-        windows, states, rings = {6, 10}, {6, 10}, {1, 2, 3}
-    touched = (windows, states, rings, rings)
-    for new, old, blocks in zip(pools.tensors(), before.tensors(), touched, strict=True):
-        changed = (new != old).flatten(1).any(1).nonzero().flatten()
-        assert set(changed.tolist()) == blocks
-    names = [field.name for field in fields(rows)]
-    assert_effects(
-        race_detector.launches,
-        dict.fromkeys((*names, "tokens"), Effect.READ)
-        | {"window": Effect.READ_WRITE, "state": Effect.READ_WRITE}
-        | ({"ring": Effect.READ_WRITE} if rings else {}),
-        {name: getattr(rows, name) for name in names}
-        | {"tokens": list(tokens), "window": pools.window, "state": pools.state}
-        | {"ring": [pools.ring.inputs, pools.ring.updates]},
-        rows={
-            "window": RowBound(reads={3, 6, 9}, writes=windows),
-            "state": RowBound(reads={3, 8, 10} if not rings else {3, 6, 9}, writes=states),
-            "ring": RowBound(reads=rings, writes=rings),
-        },
-    )
+    assert_others_untouched(rows, tokens, pools, before, out, race_detector)
 
 
 @pytest.mark.interpreter
@@ -276,8 +186,8 @@ def test_columns_gives_the_same_bits_however_tokens_are_grouped(
     dtype: torch.dtype, fused: ModuleType
 ) -> None:
     weights, tokens = _weights(4), _tokens(5, 3, dtype)
-    together, apart = (Pools.draw(6, dtype) for _ in range(2))
-    rows = _columns([[3, 4, 5]], [1])
+    together, apart = (_pools(6, dtype) for _ in range(2))
+    rows = Columns.of([[3, 4, 5]], [1])
     out = _run(fused, together, tokens, weights, [[0, 1, 2]], [3], rows)
     # A step of one token, then one of two tokens that reads behind it.
     first = _run(fused, apart, tokens, weights, [[0, 0, 0]], [1], rows)
@@ -298,12 +208,12 @@ def test_replay_gives_the_same_bits_however_tokens_are_grouped(
     # different ways: inside a step, at its end, at its start. The last tokens are drafts of the
     # step before, rejected there.
     for lengths in ([3, 3, 1], [1, 2, 1, 3]):
-        pools, done, base_len = Pools.draw(9, dtype), 0, 10
+        pools, done, base_len = _pools(9, dtype), 0, 10
         outputs = []
         for length in lengths:
             write_len = (base_len // INTERVAL + 1) * INTERVAL
-            rows = _replay(base_block=[3], base_len=[base_len], computed=[10 + done],
-                           write_block=[3], write_len=[write_len], ring_block=[2])  # fmt: skip
+            rows = Replay.of(base_block=[3], base_len=[base_len], computed=[10 + done],
+                             write_block=[3], write_len=[write_len], ring_block=[2])  # fmt: skip
             step = list(range(done, done + length))
             drafts = [(done + 5) % 7, (done + 3) % 7][: 3 - length]
             out = _run(fused, pools, tokens, weights, [step + drafts], [3], rows)
@@ -317,7 +227,7 @@ def test_replay_gives_the_same_bits_however_tokens_are_grouped(
 def test_what_does_not_fit_is_refused() -> None:
     def run(**changes: Tensor) -> None:
         inputs, gate, dt = _tokens(0, 1, torch.float32)
-        pools = Pools.draw(0, torch.float32)
+        pools = _pools(0, torch.float32)
         given = {"inputs": inputs, "gate": gate, "dt": dt, "window": pools.window,
                  "state": pools.state} | changes  # fmt: skip
         mamba2_decode(
@@ -325,7 +235,7 @@ def test_what_does_not_fit_is_refused() -> None:
             weights=_weights(0),
             token_index=torch.zeros(1, 1, dtype=torch.int64),
             query_lens=torch.zeros(1),
-            rows=_columns([[0]], [1]),
+            rows=Columns.of([[0]], [1]),
             out=torch.zeros(1, INNER),
         )
 
