@@ -24,7 +24,7 @@ from headrace.ops.paged_prefill import tiles
 from headrace.rt import Effect
 from headrace.rt.buffers import tensors_of
 from headrace.rt.detector import RowBound, assert_effects
-from headrace.testing import KERNEL_OPS, KERNEL_SIZES, tiny_family, tiny_model
+from headrace.testing import KERNEL_SIZES, tiny_family, tiny_model
 from headrace.worker import launches
 
 if TYPE_CHECKING:
@@ -51,21 +51,19 @@ def mixture_of(seed: int) -> Any:  # noqa: ANN401
     return tiny_family("qwen3_5_moe", seed=seed, layer_types=layer_types, **sizes)
 
 
+@pytest.mark.usefixtures("references_only")
 @pytest.mark.thinned
 @pytest.mark.parametrize("graphs", ["off", "on"])
 @pytest.mark.parametrize("drafts", ["none", "scripted:3", "mtp:2"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_the_kernels_are_told_fits_their_specification(
-    layout: str, scheme: str, drafts: str, graphs: str, monkeypatch: pytest.MonkeyPatch
+    layout: str, scheme: str, drafts: str, graphs: str
 ) -> None:
     """The references in place of the kernels: everything but the kernels' own code, and cheap."""
     seed = secrets.randbits(32)
     print(f"{seed=}")
     options = scheme_options(scheme, drafts)
-    engine = None
-    for op in KERNEL_OPS:
-        monkeypatch.setattr(op, "can_launch", lambda _: False)
     # Chunks, and generated tokens beside prompts; the fourth one waits for a slot.
     engine = compare(
         model_of(seed), [5, 17, 33, 9], 9, seed, batch_layout=layout, max_num_seqs=3,
@@ -162,16 +160,15 @@ def test_a_mixture_of_experts_by_kernels_gives_what_pytorch_operations_give(
     }
 
 
+@pytest.mark.usefixtures("references_only")
 @pytest.mark.thinned
 @pytest.mark.parametrize("graphs", ["off", "on"])
 @pytest.mark.parametrize("drafts", ["none", "scripted:3", "mtp:2"])
 def test_what_the_kernels_of_a_mixture_are_told_fits_their_specification(
-    drafts: str, graphs: str, monkeypatch: pytest.MonkeyPatch
+    drafts: str, graphs: str
 ) -> None:
     seed = secrets.randbits(32)
     print(f"{seed=}")
-    for op in KERNEL_OPS:
-        monkeypatch.setattr(op, "can_launch", lambda _: False)
     compare(
         mixture_of(seed), [5, 17, 33, 9], 9, seed, max_num_seqs=3, max_num_batched_tokens=32,
         graphs=graphs, **scheme_options("columns", drafts),
@@ -215,6 +212,7 @@ def test_prompts_attend_in_a_kernel(
     assert {"paged_prefill_kernel", "add_parts_kernel"} <= kernels
 
 
+@pytest.mark.usefixtures("references_only")
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_prompts_that_go_on_from_a_cached_state_and_tokens_computed_again_fit_too(
     scheme: str, monkeypatch: pytest.MonkeyPatch
@@ -222,8 +220,6 @@ def test_prompts_that_go_on_from_a_cached_state_and_tokens_computed_again_fit_to
     """In one step: a prompt behind a hit, generated tokens after a preemption, generating rows."""
     seed = secrets.randbits(32)
     print(f"{seed=}")
-    for op in KERNEL_OPS:
-        monkeypatch.setattr(op, "can_launch", lambda _: False)
     model, rng = model_of(seed), random.Random(seed)
     shared = [rng.randrange(2, VOCAB) for _ in range(40)]
     jobs = [Job([*shared, 2 + i, 3], replace(GREEDY, max_tokens=7)) for i in range(3)]

@@ -9,7 +9,7 @@ import pytest
 from conformance import VOCAB
 from kernel_engines import compare, scheme_options
 
-from headrace.testing import KERNEL_FAMILIES, KERNEL_OPS, tiny_family
+from headrace.testing import KERNEL_FAMILIES, tiny_family
 
 if TYPE_CHECKING:
     from headrace.rt.detector import Detector
@@ -21,19 +21,18 @@ def model_of(family: str, seed: int, **changes: Any) -> Any:  # noqa: ANN401
     return tiny_family(family, seed, vocab_size=VOCAB, **(KERNEL_FAMILIES[family] | changes))
 
 
+@pytest.mark.usefixtures("references_only")
 @pytest.mark.thinned
 @pytest.mark.parametrize("graphs", ["off", "on"])
 @pytest.mark.parametrize("scheme", ["columns", "replay"])
 @pytest.mark.parametrize("drafts", ["none", "scripted:3"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_the_kernels_are_told_fits_their_specification(
-    family: str, drafts: str, scheme: str, graphs: str, monkeypatch: pytest.MonkeyPatch
+    family: str, drafts: str, scheme: str, graphs: str
 ) -> None:
     """The references in place of the kernels: everything but the kernels' own code, and cheap."""
     seed = secrets.randbits(32)
     print(f"{seed=}")
-    for op in KERNEL_OPS:
-        monkeypatch.setattr(op, "can_launch", lambda _: False)
     engine = compare(
         model_of(family, seed), [5, 17, 33, 9], 9, seed, max_num_seqs=3,
         max_num_batched_tokens=32, graphs=graphs, **scheme_options(scheme, drafts),
@@ -41,14 +40,11 @@ def test_what_the_kernels_are_told_fits_their_specification(
     assert engine.worker.fixed.kernels == "triton"
 
 
+@pytest.mark.usefixtures("references_only")
 @pytest.mark.parametrize("graphs", ["off", "on"])
-def test_an_mtp_head_goes_through_the_kernels_too(
-    graphs: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_mtp_head_goes_through_the_kernels_too(graphs: str) -> None:
     seed = secrets.randbits(32)
     print(f"{seed=}")
-    for op in KERNEL_OPS:
-        monkeypatch.setattr(op, "can_launch", lambda _: False)
     compare(
         model_of("nemotron_h", seed), [5, 17], 9, seed, graphs=graphs,
         **scheme_options("columns", "mtp:2"),

@@ -14,7 +14,7 @@ from dataclasses import astuple
 from typing import Any
 
 import pytest
-from conformance import VOCAB, Case, make_jobs, run_case
+from conformance import VOCAB, Case, check_family_case, make_jobs
 
 from headrace.testing import tiny_family
 
@@ -63,12 +63,4 @@ def bench(request: pytest.FixtureRequest) -> tuple[Any, list[Any]]:
 def test_relatives_give_the_bits_of_plain_decoding(
     bench: tuple[Any, list[Any]], case: Case
 ) -> None:
-    model, jobs = bench
-    seed = secrets.randbits(32)
-    print(f"{case}, events of seed {seed}")
-    draft_model = model if case.drafts.startswith("draft") else None
-    stats = run_case(model, case, jobs, random.Random(seed), draft_model=draft_model)
-    if case.cache == "align":
-        assert stats["checkpoints"]
-    if case.drafts.startswith(("scripted", "draft")):
-        assert stats["accepted_tokens"], "no draft was ever kept, the case shows nothing"
+    check_family_case(*bench, case)

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 
 from headrace.ops.causal_conv import causal_conv
 from headrace.ops.causal_conv.reference import causal_conv_reference
 
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    seed = random.SystemRandom().randrange(2**31)
-    print(f"{seed=}")
-    torch.manual_seed(seed)
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 @pytest.mark.parametrize("width", [2, 3, 4])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,12 +19,7 @@ if TYPE_CHECKING:
 
     from headrace.rt.detector import Detector
 
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    seed = random.SystemRandom().randrange(2**31)
-    print(f"{seed=}")
-    torch.manual_seed(seed)
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 @pytest.fixture

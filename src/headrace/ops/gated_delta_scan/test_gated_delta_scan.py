@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,14 +9,10 @@ from torch import Tensor
 from headrace.ops.gated_delta_scan import gated_delta_scan
 from headrace.ops.gated_delta_scan.reference import gated_delta_reference
 
+pytestmark = pytest.mark.usefixtures("seeded")
+
+
 NAMES = ("query", "key", "value", "log_decay", "rate")
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    seed = random.SystemRandom().randrange(2**31)
-    print(f"{seed=}")
-    torch.manual_seed(seed)
 
 
 def draw(tokens: int, hk: int, hv: int, k: int, v: int) -> dict[str, Tensor]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,12 +9,7 @@ from torch import Tensor
 from headrace.ops.gated_delta_step import gated_delta_step, store_states
 from headrace.ops.gated_delta_step.reference import gated_delta_reference
 
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    seed = random.SystemRandom().randrange(2**31)
-    print(f"{seed=}")
-    torch.manual_seed(seed)
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 def draw(n: int, tokens: int, hk: int, group: int, *, k: int, v: int) -> dict[str, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,14 +19,10 @@ if TYPE_CHECKING:
 
     from headrace.rt.detector import Detector
 
+pytestmark = pytest.mark.usefixtures("seeded")
+
+
 DTYPES = [torch.float32, torch.bfloat16]
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    seed = random.SystemRandom().randrange(2**31)
-    print(f"{seed=}")
-    torch.manual_seed(seed)
 
 
 @pytest.fixture(autouse=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,12 +9,7 @@ from torch import Tensor
 from headrace.ops.kimi_delta_step import kimi_delta_step
 from headrace.ops.kimi_delta_step.reference import kimi_delta_reference
 
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    seed = random.SystemRandom().randrange(2**31)
-    print(f"{seed=}")
-    torch.manual_seed(seed)
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 def draw(n: int, tokens: int, heads: int, *, k: int, v: int) -> dict[str, Tensor]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,15 +9,11 @@ from torch import Tensor
 from headrace.ops.mamba1_scan import mamba1_scan
 from headrace.ops.mamba1_scan.reference import mamba1_reference
 
+pytestmark = pytest.mark.usefixtures("seeded")
+
+
 SIZES = [(8, 12), (96, 16), (5, 7), (33, 8)]
 """Channels I, state size D."""
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    seed = random.SystemRandom().randrange(2**31)
-    print(f"{seed=}")
-    torch.manual_seed(seed)
 
 
 def draw(tokens: int, channels: int, d: int) -> dict[str, Tensor]:

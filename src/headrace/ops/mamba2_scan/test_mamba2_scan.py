@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,18 +9,14 @@ from torch import Tensor
 from headrace.ops.mamba2_scan import mamba2_scan
 from headrace.ops.mamba2_scan.reference import mamba2_reference
 
+pytestmark = pytest.mark.usefixtures("seeded")
+
+
 SIZES = [
     (1, 4, 8, 12), (2, 4, 12, 8), (1, 2, 64, 128), (1, 1, 8, 8), (2, 6, 4, 20), (1, 3, 3, 11),
     (1, 1, 2, 65),
 ]
 """Groups G, heads H, head size P, state size D."""
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    seed = random.SystemRandom().randrange(2**31)
-    print(f"{seed=}")
-    torch.manual_seed(seed)
 
 
 def draw(tokens: int, groups: int, heads: int, p: int, d: int) -> dict[str, Tensor]:

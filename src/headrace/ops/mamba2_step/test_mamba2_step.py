@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,12 +9,7 @@ from torch import Tensor
 from headrace.ops.mamba2_step import mamba2_step
 from headrace.ops.mamba2_step.reference import mamba2_reference
 
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    seed = random.SystemRandom().randrange(2**31)
-    print(f"{seed=}")
-    torch.manual_seed(seed)
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 def draw(n: int, tokens: int, groups: int, heads: int, *, p: int, d: int) -> dict[str, Tensor]:

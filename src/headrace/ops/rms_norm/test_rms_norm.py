@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 
 from headrace.ops.rms_norm import gated_rms_norm, l2_normalise, rms_norm
 from headrace.ops.rms_norm.reference import gated_rms_norm_reference, rms_norm_reference
 
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    seed = random.SystemRandom().randrange(2**31)
-    print(f"{seed=}")
-    torch.manual_seed(seed)
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 @pytest.mark.parametrize("width", [8, 12, 48, 96, 256])

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 
 from headrace.ops.rotary import rotary_tables, rotate_
 from headrace.ops.rotary.reference import rotate_reference
 
+pytestmark = pytest.mark.usefixtures("seeded")
+
+
 THETA = 10000.0
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    seed = random.SystemRandom().randrange(2**31)
-    print(f"{seed=}")
-    torch.manual_seed(seed)
 
 
 def frequencies(rotary_dim: int) -> torch.Tensor:

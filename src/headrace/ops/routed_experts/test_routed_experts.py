@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -21,6 +20,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace.rt.detector import Detector
+
+pytestmark = pytest.mark.usefixtures("seeded")
+
 
 E, K, C, I = 6, 2, 160, 40  # noqa: E741  the field's letter
 """Several steps and several programs for each product, none of them whole."""
@@ -41,13 +43,6 @@ RULES = [
     (Rule(scoring="sigmoid", is_normalised=False), 0.0),
     (Rule(is_normalised=False, scale=0.5), 1.0),
 ]
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    seed = random.SystemRandom().randrange(2**31)
-    print(f"{seed=}")
-    torch.manual_seed(seed)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
@@ -21,6 +20,9 @@ if TYPE_CHECKING:
 
     from headrace.rt.detector import Detector
 
+pytestmark = pytest.mark.usefixtures("seeded")
+
+
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -29,13 +31,6 @@ class Sampled:
     temperature: Tensor
     seed: Tensor
     position: Tensor
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    seed = random.SystemRandom().randrange(2**31)
-    print(f"{seed=}")
-    torch.manual_seed(seed)
 
 
 @pytest.fixture
