@@ -783,14 +783,19 @@ def scores_overwritten_while_read_back(engine: Engine, faulty: bool) -> None:  #
 )
 def drafts_landed_before_they_are_made(engine: Engine, faulty: bool) -> None:  # noqa: FBT001
     """Drafts are handed to the host on a side stream that does not wait for the drafter."""
+    launch_aside(engine, launches.land_drafts, waits=not faulty)
+
+
+def launch_aside(engine: Engine, aside: rt.Op[Any], *, waits: bool) -> None:
+    """From now on launch an op on a side stream, which may wait for what was launched before it."""
     runtime = engine.parts.runtime
     launch, compute, side = runtime.launch, runtime.stream("compute"), runtime.stream("side")
 
     def detour(op: Any, stream: rt.Stream, **arguments: Any) -> None:  # noqa: ANN401
-        if op is not launches.land_drafts:
+        if op is not aside:
             launch(op, stream, **arguments)
             return
-        if not faulty:
+        if waits:
             side.wait(compute.record())
         launch(op, side, **arguments)
         compute.wait(side.record())

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from headrace.check.engine_mutants import UNORDERED, WRONG, plant
+from headrace.check.engine_mutants import UNORDERED, WRONG, launch_aside, plant
 from headrace.worker import transfers
 
 if TYPE_CHECKING:
@@ -28,19 +28,7 @@ def _stored(engine: Engine) -> StoredPrefixes:
 )
 def pieces_packed_on_a_side_stream(engine: Engine, faulty: bool) -> None:  # noqa: FBT001
     """Checkpoints are packed on a side stream that does not wait for their step."""
-    runtime = engine.parts.runtime
-    launch, compute, side = runtime.launch, runtime.stream("compute"), runtime.stream("side")
-
-    def detour(op: Any, stream: rt.Stream, **arguments: Any) -> None:  # noqa: ANN401
-        if op is not transfers.pack:
-            launch(op, stream, **arguments)
-            return
-        if not faulty:
-            side.wait(compute.record())
-        launch(op, side, **arguments)
-        compute.wait(side.record())
-
-    runtime.launch = detour  # type: ignore[method-assign]
+    launch_aside(engine, transfers.pack, waits=not faulty)
 
 
 @plant(

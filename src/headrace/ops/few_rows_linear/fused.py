@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace.ops.few_rows_linear.kernel import few_rows_linear_kernel
-from headrace.ops.fixed_linear.kernel import add_runs_kernel
+from headrace.ops.fixed_linear.fused import add_runs
 from headrace.rt.kernels import launch_kernel
 
 if TYPE_CHECKING:
@@ -27,9 +27,6 @@ LEAST_TILES = 4
 
 LEAST_ROWS = 16
 """Rows of x that programs are compiled for; more of them are twice as many, and so on."""
-
-ADD_BLOCK = 1024
-"""Outputs that a program adds up."""
 
 
 def few_rows_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -66,16 +63,5 @@ def few_rows_linear(x: Tensor, weight: Tensor) -> Tensor:
         num_stages=NUM_STAGES,
     )
     if parts > 1:
-        launch_kernel(
-            add_runs_kernel,
-            (rows, -(-outputs // ADD_BLOCK)),
-            made,
-            out,
-            rows,
-            out.stride(0),
-            OUT=outputs,
-            RUNS=parts,
-            BLOCK=ADD_BLOCK,
-            num_warps=4,
-        )
+        add_runs(made, out, parts)
     return out

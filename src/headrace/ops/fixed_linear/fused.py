@@ -86,15 +86,21 @@ def fixed_linear(x: Tensor, weight: Tensor, out: Tensor) -> None:
         num_stages=sizes.num_stages,
     )
     if is_split:
-        launch_kernel(
-            add_runs_kernel,
-            (rows, -(-outputs // ADD_BLOCK)),
-            made,
-            out,
-            rows,
-            out.stride(0),
-            OUT=outputs,
-            RUNS=runs,
-            BLOCK=ADD_BLOCK,
-            num_warps=4,
-        )
+        add_runs(made, out[:rows], runs)
+
+
+def add_runs(made: Tensor, out: Tensor, runs: int) -> None:
+    """Add the sums of runs of columns in their order, made [runs * T, O] f32, to out [T, O]."""
+    rows, outputs = out.shape
+    launch_kernel(
+        add_runs_kernel,
+        (rows, -(-outputs // ADD_BLOCK)),
+        made,
+        out,
+        rows,
+        out.stride(0),
+        OUT=outputs,
+        RUNS=runs,
+        BLOCK=ADD_BLOCK,
+        num_warps=4,
+    )

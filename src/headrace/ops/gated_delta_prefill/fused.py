@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -61,8 +61,9 @@ def gated_delta_prefill(
     is_fixed: bool = False,
 ) -> None:
     """Run prompts; see the package."""
-    launches = Launches.of(inputs, gate, logits, weights, window, state, rows, out)
-    (replace(launches, is_fixed=True) if is_fixed else launches).run()
+    Launches.of(
+        inputs, gate, logits, weights, window, state, rows, out, is_fixed=is_fixed
+    ).run()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -86,7 +87,7 @@ class Launches:
     gates: Tensor
     inverse: Tensor
     attention: Tensor
-    is_fixed: bool = False
+    is_fixed: bool
 
     @classmethod
     def of(
@@ -99,6 +100,8 @@ class Launches:
         state: Tensor,
         rows: PrefillRows,
         out: Tensor,
+        *,
+        is_fixed: bool = False,
     ) -> Launches:
         """Allocate what the launches hand to each other; see the package for the rest."""
         tokens, hv = inputs.shape[0], state.shape[1]
@@ -114,6 +117,7 @@ class Launches:
             gates=inputs.new_empty(2 * hv, tokens, dtype=torch.float32),
             inverse=pair[0],
             attention=pair[1],
+            is_fixed=is_fixed,
         )
 
     def run(self) -> None:

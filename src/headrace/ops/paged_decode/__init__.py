@@ -16,7 +16,7 @@ from headrace.rt.kernels import can_launch
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["paged_decode"]
+__all__ = ["check_heads", "paged_decode"]
 
 
 def paged_decode(
@@ -46,15 +46,7 @@ def paged_decode(
     Raises:
         ValueError: Sizes that do not fit each other.
     """
-    if k_pool.shape != v_pool.shape or k_pool.stride() != v_pool.stride():
-        msg = f"keys {tuple(k_pool.shape)} and values {tuple(v_pool.shape)} differ in layout"
-        raise ValueError(msg)
-    if query.shape[1] % k_pool.shape[2] or query.shape[2] != k_pool.shape[3]:
-        msg = f"queries {tuple(query.shape)} do not fit keys {tuple(k_pool.shape)}"
-        raise ValueError(msg)
-    if query.stride()[1:] != (query.shape[2], 1) or k_pool.stride()[2:] != (query.shape[2], 1):
-        msg = "heads of a token must be adjacent in memory"
-        raise ValueError(msg)
+    check_heads(query, k_pool, v_pool)
     if query.shape[2] & (query.shape[2] - 1):
         msg = f"head size must be a power of 2, not {query.shape[2]}"
         raise ValueError(msg)
@@ -64,3 +56,20 @@ def paged_decode(
 
         run = fused.paged_decode
     run(query, k_pool, v_pool, block_table, token_index, query_lens, seq_lens, max_seq_len, out)
+
+
+def check_heads(query: Tensor, k_pool: Tensor, v_pool: Tensor) -> None:
+    """Refuse queries [T, H, D] and pools [B, P, G, D] that do not fit each other.
+
+    Raises:
+        ValueError: With the sizes.
+    """
+    if k_pool.shape != v_pool.shape or k_pool.stride() != v_pool.stride():
+        msg = f"keys {tuple(k_pool.shape)} and values {tuple(v_pool.shape)} differ in layout"
+        raise ValueError(msg)
+    if query.shape[1] % k_pool.shape[2] or query.shape[2] != k_pool.shape[3]:
+        msg = f"queries {tuple(query.shape)} do not fit keys {tuple(k_pool.shape)}"
+        raise ValueError(msg)
+    if query.stride()[1:] != (query.shape[2], 1) or k_pool.stride()[2:] != (query.shape[2], 1):
+        msg = "heads of a token must be adjacent in memory"
+        raise ValueError(msg)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from headrace.ops.paged_decode import check_heads
 from headrace.ops.paged_prefill import reference
 from headrace.ops.paged_prefill.tiles import (
     FIELDS,
@@ -43,15 +44,7 @@ def paged_prefill(
     Raises:
         ValueError: Sizes that do not fit each other.
     """
-    if k_pool.shape != v_pool.shape or k_pool.stride() != v_pool.stride():
-        msg = f"keys {tuple(k_pool.shape)} and values {tuple(v_pool.shape)} differ in layout"
-        raise ValueError(msg)
-    if query.shape[1] % k_pool.shape[2] or query.shape[2] != k_pool.shape[3]:
-        msg = f"queries {tuple(query.shape)} do not fit keys {tuple(k_pool.shape)}"
-        raise ValueError(msg)
-    if query.stride()[1:] != (query.shape[2], 1) or k_pool.stride()[2:] != (query.shape[2], 1):
-        msg = "heads of a token must be adjacent in memory"
-        raise ValueError(msg)
+    check_heads(query, k_pool, v_pool)
     if out.shape != query.shape or not out.is_contiguous():
         msg = f"outputs must be contiguous and {tuple(query.shape)}, not {tuple(out.shape)}"
         raise ValueError(msg)
